@@ -107,7 +107,7 @@ class CheckpointReader:
             source = Rectangle(tuple(stored["start"]), tuple(stored["shape"]))
             if common := intersect(source, wanted):
                 # The ellipsis gives a view even of a scalar.
-                place = (*common.relative_to(start).slices, ...)
+                place: tuple[Any, ...] = (*common.relative_to(start).slices, ...)
                 self._read_slice(path, stored, source, common, out[place])
                 num_read += common.volume
         if num_read != wanted.volume:
