@@ -122,12 +122,23 @@ def _find_overlap(
 ) -> tuple[int, int] | None:
     if num_dims == 0:
         return (solid[0], solid[1]) if len(solid) > 1 else None
+    stops = {i: rectangles[i].stop for i in solid}
     dim = max(range(num_dims), key=lambda d: len({rectangles[i].start[d] for i in solid}))
     active: list[int] = []  # rectangles the sweep has entered and not yet left
     for i in sorted(solid, key=lambda i: rectangles[i].start[dim]):
-        active = [j for j in active if rectangles[j].stop[dim] > rectangles[i].start[dim]]
+        start = rectangles[i].start
+        active = [j for j in active if stops[j][dim] > start[dim]]
         for j in active:
-            if intersect(rectangles[i], rectangles[j]):
+            if _spans_meet(start, stops[i], rectangles[j].start, stops[j]):
                 return j, i
         active.append(i)
     return None
+
+
+def _spans_meet(
+    start: tuple[int, ...], stop: tuple[int, ...], start2: tuple[int, ...], stop2: tuple[int, ...]
+) -> bool:
+    for a, b, c, d in zip(start, stop, start2, stop2, strict=True):
+        if a >= d or c >= b:
+            return False
+    return True
