@@ -1,0 +1,70 @@
+# make train   everything from a fresh machine to a trained GPT that writes text
+# make test    style, types and tests
+# Either does the set-up first, once, into .venv/. Another Python: make PYTHON=python3.12 train
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# `make train` shows training, resuming, evaluating and generating; STEPS and MORE are its lengths.
+RUN ?= runs/small
+STEPS ?= 200
+MORE ?= 300
+PROMPT ?= def main(
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup train test lint format types tests clean
+# Nothing of the machine's own Python packages gets in.
+unexport PYTHONPATH PYTHONHOME
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+
+help:
+	@sed -n 's/^# \(make\)/\1/p' Makefile
+
+# The stamp is newer than whatever the set-up is made from, or the set-up is made again.
+STAMP := $(VENV)/.tfbig-ready
+setup: $(STAMP)
+
+$(STAMP): setup.py tfbig/install_horovod.py tfbig/horovod_build.py tfbig/horovod_edits.py
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || { \
+	  echo "make: Python 3.10 to 3.13 is needed, $(PYTHON) is not: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@{ $(BIN)/python -m pip --version; } >/dev/null 2>&1 || \
+	  $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "make: $(PYTHON) has no venv module: install it, e.g. apt-get install python3-venv" >&2; exit 2; }
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || test -n "$$CXX" || { \
+	  echo "make: no C++ compiler: install one, e.g. apt-get install g++" >&2; exit 2; }
+	@{ $(BIN)/python -m pip --version; } >/dev/null 2>&1 || { \
+	  echo "make: making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "make: installing TensorFlow and the other packages into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --editable '.[cpu,test]'
+	@$(BIN)/python -m tfbig.install_horovod
+	@touch $@
+
+# Two processes train and stop; the same command with more steps goes on where they stopped.
+train: $(STAMP)
+	$(BIN)/python -m tfbig.prepare
+	$(BIN)/horovodrun -np 2 $(BIN)/python -m tfbig.train --strategy=horovod --steps=$(STEPS)
+	$(BIN)/horovodrun -np 2 $(BIN)/python -m tfbig.train --strategy=horovod --steps=$(MORE)
+	$(BIN)/python -m tfbig.evaluate --run $(RUN)
+	$(BIN)/python -m tfbig.generate --run $(RUN) --prompt '$(PROMPT)'
+
+# The tests come last: pytest's closing line is the last word.
+test: lint types tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+tests: $(STAMP)
+	$(BIN)/python -m pytest
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV)
