@@ -1,0 +1,131 @@
+"""Runs training cases in one process of a launch and writes what rank 0 saw to a folder.
+
+usage: parity_worker.py OUTPUT CASES_JSON
+
+A case is {"name", "fields" (of Config), "model" (of ModelConfig), "steps", "break"}; "break" names
+a fault that is put in on purpose.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tfbig.command import quiet_tensorflow
+
+quiet_tensorflow()
+
+import tensorflow as tf  # noqa: E402
+
+import trainers  # noqa: E402
+from tfbig.config import Config, ModelConfig, replace_fields  # noqa: E402
+from trainers.collectives import Clock  # noqa: E402
+
+MODEL = {"vocab_size": 61, "max_length": 16, "embed_dim": 32, "num_layers": 2, "num_heads": 4}
+GLOBAL_BATCH, LENGTH, NUM_SOURCES = 12, 16, 3
+
+
+def make_config(case: dict) -> Config:
+    config = Config(model=ModelConfig(**(MODEL | case.get("model", {}))))
+    fields = {"global_batch": GLOBAL_BATCH, "warmup_steps": 0, "schedule": "constant"}
+    return replace_fields(config, fields | case["fields"])
+
+
+def global_batch(step: int) -> dict[str, np.ndarray]:
+    """A batch with padded rows: valid tokens differ between rows, some rows have none."""
+    random = np.random.default_rng(step)
+    mask = np.arange(LENGTH) < random.integers(0, LENGTH + 1, (GLOBAL_BATCH, 1))
+    mask[0] = False
+    return {
+        "tokens": random.integers(0, MODEL["vocab_size"], (GLOBAL_BATCH, LENGTH + 1), np.int32),
+        "sample_index": np.arange(GLOBAL_BATCH, dtype=np.int64) + step * GLOBAL_BATCH,
+        "source_index": random.integers(0, NUM_SOURCES, GLOBAL_BATCH).astype(np.int32),
+        "loss_mask": mask.astype(np.uint8),
+    }
+
+
+def local_batch(trainer, step: int) -> dict[str, tf.Tensor]:
+    rows = GLOBAL_BATCH // trainer.data_size
+    part = slice(trainer.data_rank * rows, (trainer.data_rank + 1) * rows)
+    return {name: tf.constant(value[part]) for name, value in global_batch(step).items()}
+
+
+def break_on_purpose(trainer, fault: str) -> None:
+    """Puts a fault in that the comparison must find."""
+    if fault == "missing_allreduce":
+        trainer._gradients = lambda batch, step, clock: super(
+            type(trainer), trainer
+        )._gradients(batch, step, clock)
+    elif fault == "mean_of_means":
+        plain = trainer._gradients
+
+        def scaled(batch, step, clock):
+            gradients, sums = plain(batch, step, clock)
+            return {path: g / trainer.data_size for path, g in gradients.items()}, sums
+
+        trainer._gradients = scaled
+    elif fault:
+        raise ValueError(fault)
+
+
+def run_case(case: dict) -> dict[str, np.ndarray]:
+    config = make_config(case)
+    trainer = trainers.trainer_class(config.parallel.strategy)(config)
+    trainer.build(num_sources=NUM_SOURCES)
+    break_on_purpose(trainer, case.get("break", ""))
+    saw: dict[str, np.ndarray] = {"size": np.array(trainer.size)}
+
+    @tf.function
+    def first_gradients(batch):
+        gradients, _ = trainer._gradients(batch, tf.constant(0, tf.int64), Clock())
+        return gradients
+
+    for path, gradient in first_gradients(local_batch(trainer, 0)).items():
+        saw[f"gradient/{path}"] = gradient.numpy()
+    losses, signals = [], []
+    for step in range(case.get("steps", 3)):
+        result = trainer.train_step(
+            local_batch(trainer, step), step, config.optimizer.learning_rate, 0.0, trainer.rank % 3
+        )
+        losses.append(float(result.loss_sum / result.num_tokens))
+        signals.append(int(result.signal))
+        saw[f"sources/{step}"] = np.stack([result.source_loss_sum, result.source_num_tokens])
+        assert bool(result.applied)
+    saw["losses"], saw["signals"] = np.array(losses), np.array(signals)
+    for part in trainer.state_slices():
+        saw[f"state/{part.path}"] = np.asarray(part.array)
+    graph = trainer._train.get_concrete_function(
+        local_batch(trainer, 0),
+        tf.TensorSpec([], tf.int64),
+        tf.TensorSpec([], tf.float32),
+        tf.TensorSpec([], tf.float32),
+        tf.TensorSpec([], tf.int32),
+    ).graph
+    kinds = sorted({op.type for op in graph.get_operations() if op.type.startswith("Horovod")})
+    saw["operations"] = np.array(kinds or ["none"])
+    saw["in_flight"] = np.array(sum(trainer.timings().values()))
+    saw["evaluation"] = np.stack(trainer.evaluate_step(local_batch(trainer, 7)))
+    # What every rank holds: the spread over ranks of a weighted sum of all weights.
+    total = sum(float(tf.reduce_sum(tf.abs(v))) for v in trainer._variables.values())
+    quantised = int(total * 1e4)
+    saw["spread"] = np.array(trainer.agree(quantised, "max") - trainer.agree(quantised, "min"))
+    saw["ranks"] = np.array(trainer.agree(10**trainer.rank, "sum"))
+    trainer.barrier(60)
+    if trainer.rank == 0:
+        print(case["name"], dataclasses.asdict(config.parallel)["strategy"], losses, flush=True)
+    trainer.close()
+    return saw if trainer.rank == 0 else {}
+
+
+def main() -> None:
+    output, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    for case in cases:
+        saw = run_case(case)
+        if saw:
+            np.savez(output / f"{case['name']}.npz", **saw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Everything a run can be told, as frozen dataclasses. TensorFlow-free.
+
+Each field is followed by one docstring line, which is also the help of the command-line flag of
+the same name (tfbig/flags.py makes the flags). Field names are unique over all sections.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tfbig.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model: one description that spans the original's blocks and GPT-2/GPT-3."""
+
+    vocab_size: int = 4096
+    """Rows of the token embedding; ids of the data must be below it."""
+    max_length: int = 256
+    """Positions the model can attend over; at least the data's sequence length."""
+    embed_dim: int = 128
+    """Width D of the hidden state."""
+    num_layers: int = 4
+    """Transformer blocks L."""
+    num_heads: int = 4
+    """Attention heads H of a block."""
+    head_dim: int = 0
+    """Width of one head; 0 means embed_dim / num_heads."""
+    feed_forward_dim: int = 0
+    """Width of the feed-forward layer; 0 means 4 x embed_dim."""
+    norm_order: Literal["pre", "post"] = "pre"
+    """Layer norm before each sublayer (GPT-2) or after its residual sum (the original blog)."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance in layer norm."""
+    final_norm: bool = True
+    """Whether a layer norm stands before the head."""
+    activation: Literal["gelu_tanh", "relu"] = "gelu_tanh"
+    """Nonlinearity of the feed-forward layer."""
+    tied_head: bool = True
+    """Whether the head uses the token embedding's weights."""
+    head_bias: bool = False
+    """Whether the head adds a bias."""
+    dropout: float = 0.0
+    """Dropout rate behind attention and feed-forward layer (residual dropout)."""
+    attention_dropout: float = 0.0
+    """Dropout rate of the attention weights."""
+    embedding_dropout: float = 0.0
+    """Dropout rate of the summed embeddings."""
+    init_std: float = 0.02
+    """Standard deviation of the normal distribution that kernels and embeddings start from."""
+    scale_residual_init: bool = True
+    """Whether projections into the residual stream start smaller by 1/sqrt(2 x num_layers)."""
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Width of one attention head, with the default resolved."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of the feed-forward layer, with the default resolved."""
+        return self.feed_forward_dim or 4 * self.embed_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The update rule and its learning rate as a function of the step."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Update rule; adamw decays weights apart from the gradient (arXiv 1711.05101)."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of AdamW's mean of gradients."""
+    beta2: float = 0.95
+    """Decay of AdamW's mean of squared gradients."""
+    epsilon: float = 1e-8
+    """Added to AdamW's denominator."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; biases, norms and positions are not decayed."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradient; 0 turns clipping off."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    warmup_steps: int = 50
+    """Steps over which the learning rate rises linearly from near 0 to its peak."""
+    decay_steps: int = 1000
+    """Step at which the learning rate reaches its floor; independent of --steps."""
+    learning_rate_floor: float = 0.1
+    """Final learning rate as a fraction of the peak."""
+    scale_learning_rate: bool = False
+    """Whether the learning rate is multiplied by the number of replicas, as the original does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on."""
+
+    data: str = ""
+    """Prepared data folder; empty means the one --source is prepared into on first use."""
+    source: str = "stdlib"
+    """What to prepare when the data folder does not exist yet."""
+    sequence_length: int = 256
+    """Tokens a sample feeds to the model (S); a data folder is made for one length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a step runs on many devices; options that SageMaker had keep its names."""
+
+    strategy: str = "single"
+    """How processes and devices share the work (trainers/__init__.py lists the strategies)."""
+    microbatches: int = 1
+    """Forward passes per rank and step; microbatch_size = global_batch / (replicas x this)."""
+    pipeline_parallel_degree: int = 1
+    """Stages the blocks are cut into."""
+    tensor_parallel_degree: int = 1
+    """Devices that share each layer."""
+    gradient_reduction: Literal["auto", "tape", "buckets"] = "auto"
+    """Horovod's DistributedGradientTape or our flat buckets; auto takes tape where it can."""
+    bucket_megabytes: int = 32
+    """Size of one flat gradient bucket."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the model; variables and optimizer state stay float32."""
+    deterministic: bool = False
+    """Bit-equal runs: TF's deterministic kernels and Horovod without fusion; slower."""
+    num_threads: int = 0
+    """CPU threads of one process; 0 means the machine's cores shared among the local ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long, how often, and where to."""
+
+    preset: str = "gpt_tiny"
+    """Named starting point; every other flag overrides one of its fields."""
+    run_dir: str = ""
+    """Folder of checkpoints, metrics and reports; empty means runs/<preset>."""
+    steps: int = 400
+    """Optimizer updates in all, counted from the start of the run."""
+    global_batch: int = 32
+    """Sequences per update over all ranks."""
+    seed: int = 0
+    """Seed of weights, data order and dropout."""
+    eval_every: int = 100
+    """Steps between evaluations of the whole validation split; 0 means only at the end."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; 0 means only at the end."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+    keep_best: bool = True
+    """Whether the checkpoint with the lowest validation loss is kept too."""
+    log_every: int = 10
+    """Steps between progress lines."""
+    tensorboard: bool = True
+    """Whether TensorBoard event files are written."""
+    max_loss: float = 0.0
+    """An update whose mean loss exceeds this is skipped; 0 means no limit."""
+    restart: bool = False
+    """Starts at step 0; an existing run folder is renamed to <run_dir>.1, not deleted."""
+    init_from: str = ""
+    """Checkpoint folder whose weights a new run starts from (its optimizer state is not used)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """Raw text to a data folder."""
+
+    data: str = ""
+    """Output folder; empty means data/<source>_<vocab_size>_<sequence_length>."""
+    source: str = "stdlib"
+    """The Python standard library's own source, or a path or glob of jsonl(.zst) or txt files."""
+    sequence_length: int = 256
+    """Tokens a sample feeds to the model (S)."""
+    vocab_size: int = 4096
+    """Entries of the byte-level BPE that is trained when no --tokenizer is given."""
+    tokenizer: str = ""
+    """Existing tokenizer.json to use; empty means training one on the train split."""
+    seed: int = 0
+    """Seed of the document shuffle and of the data order."""
+    validation_fraction: float = 0.05
+    """Share of documents, chosen by hash, that is held out."""
+    test_fraction: float = 0.0
+    """Share of documents, chosen by hash, for a test split."""
+    shard_bytes: int = 1 << 30
+    """Largest size of one shard file."""
+    keep_tokens: bool = False
+    """Whether the token store is kept, so that another length needs no new tokenizing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Which checkpoint to evaluate on what."""
+
+    run: str = ""
+    """Run folder to read."""
+    checkpoint: int = -1
+    """Step of the checkpoint; -1 means the newest."""
+    split: str = "validation"
+    """Split of the data folder to evaluate on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Which checkpoint writes what."""
+
+    run: str = ""
+    """Run folder to read."""
+    checkpoint: int = -1
+    """Step of the checkpoint; -1 means the newest."""
+    prompt: str = ""
+    """Text to continue; empty means an end-of-text token, the start of a document."""
+    max_tokens: int = 200
+    """Tokens to write at most."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most likely token."""
+    top_k: int = 0
+    """Keeps only the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keeps the smallest set of likely tokens whose probability reaches p."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; not printed. Repeat the flag for more."""
+    sampling_seed: int = 0
+    """Seed of the sampling: the same seed writes the same text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def replace_fields(config: Config, values: dict[str, object]) -> Config:
+    """Returns `config` with fields of any section replaced.
+
+    Args:
+      config: the starting point.
+      values: new values by field name, whatever their section.
+
+    Raises:
+      UserError: a name that no section has.
+
+    >>> replace_fields(Config(), {"steps": 5, "num_heads": 2}).run.steps
+    5
+    """
+    remaining = dict(values)
+    sections = {}
+    for section_field in dataclasses.fields(config):
+        section = getattr(config, section_field.name)
+        names = {f.name for f in dataclasses.fields(section)} & remaining.keys()
+        sections[section_field.name] = dataclasses.replace(
+            section, **{name: remaining.pop(name) for name in names}
+        )
+    if remaining:
+        raise UserError(f"no such option: {', '.join(sorted(remaining))}")
+    return Config(**sections)
+
+
+def to_dict(config: object) -> dict[str, dict[str, object]]:
+    """Returns {section: {field: value}} of a Config, ready for JSON."""
+    return dataclasses.asdict(config)  # type: ignore[call-overload]
+
+
+def from_dict(sections: dict[str, dict[str, object]]) -> Config:
+    """Returns the Config that `to_dict` described; fields it lacks take their defaults.
+
+    Raises:
+      UserError: a section or field that this version does not know.
+    """
+    values: dict[str, object] = {}
+    for name, section in sections.items():
+        if name not in {f.name for f in dataclasses.fields(Config)}:
+            raise UserError(f"config has a section {name!r} that this version does not know")
+        values.update(section)
+    return replace_fields(Config(), values)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Returns the exact number of trainable parameters of the model that `config` describes.
+
+    >>> count_parameters(ModelConfig(vocab_size=50257, max_length=1024, embed_dim=768,
+    ...                              num_layers=12, num_heads=12))
+    124439808
+    """
+    width, hidden = config.embed_dim, config.hidden_dim
+    attention_width = config.num_heads * config.attention_head_dim
+    norm = 2 * width
+    attention = (width + 1) * 3 * attention_width + (attention_width + 1) * width
+    feed_forward = (width + 1) * hidden + (hidden + 1) * width
+    embeddings = (config.vocab_size + config.max_length) * width
+    head = 0 if config.tied_head else config.vocab_size * width
+    head += config.vocab_size if config.head_bias else 0
+    blocks = config.num_layers * (attention + feed_forward + 2 * norm)
+    return embeddings + blocks + (norm if config.final_norm else 0) + head
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int, causal: bool = False) -> float:
+    """Returns model FLOPs per trained token: forward and backward matrix products.
+
+    Args:
+      config: the model.
+      sequence_length: S of the samples.
+      causal: whether attention counts only the unmasked half. MFU in the literature (PaLM,
+        arXiv 2204.02311, appendix B) counts the whole square, and so do we by default.
+    """
+    width, attention_width = config.embed_dim, config.num_heads * config.attention_head_dim
+    weights = config.num_layers * (4 * width * attention_width + 2 * width * config.hidden_dim)
+    weights += config.vocab_size * width
+    scores = config.num_layers * 2 * sequence_length * attention_width
+    # Each multiply-add is 2 FLOPs, and the backward pass costs twice the forward.
+    return 6.0 * (weights + scores * (0.5 if causal else 1.0))

@@ -1,0 +1,156 @@
+"""Command-line flags made from the config dataclasses: one flag a field. TensorFlow-free."""
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import inspect
+import io
+import textwrap
+import typing
+from collections.abc import Iterable, Sequence
+
+from absl import flags as absl_flags
+
+from tfbig.errors import UserError, near_matches
+
+
+@functools.cache
+def field_help(section: type) -> dict[str, str]:
+    """Returns {field: its docstring line} of a config dataclass, read from its source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            texts[statement.target.id] = str(following.value.value)
+    return texts
+
+
+def _choices(section: type, name: str) -> tuple[str, ...]:
+    """Returns the allowed words of a Literal field, () of any other."""
+    hint = typing.get_type_hints(section)[name]
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+def _define(values: absl_flags.FlagValues, section: type, item: dataclasses.Field) -> None:
+    """Defines the flag of one field; None stands for "not given"."""
+    hint = typing.get_type_hints(section)[item.name]
+    text = field_help(section).get(item.name, "")
+    choices = _choices(section, item.name)
+    if choices:
+        text += f" One of: {', '.join(choices)}."
+    default = item.default
+    shown = "''" if default == "" else default
+    text += f" (default: {shown})"
+    define = absl_flags.DEFINE_string
+    if hint is bool:
+        define = absl_flags.DEFINE_boolean
+    elif hint is int:
+        define = absl_flags.DEFINE_integer
+    elif hint is float:
+        define = absl_flags.DEFINE_float
+    elif typing.get_origin(hint) is tuple:
+        define = absl_flags.DEFINE_multi_string
+    define(item.name, None, text, flag_values=values, module_name=section.__doc__)
+
+
+class Flags:
+    """The flags of one command.
+
+    Args:
+      command: name of the command, e.g. "train".
+      sections: config dataclasses whose fields become flags.
+      common: the flags that `--help` shows; `--helpfull` shows all. Empty means all.
+      summary: one line that says what the command does.
+    """
+
+    def __init__(
+        self, command: str, sections: Sequence[type], summary: str, common: Sequence[str] = ()
+    ) -> None:
+        self._command, self._summary = command, summary
+        self._sections, self._common = sections, common
+        self._values = absl_flags.FlagValues()
+        for section in sections:
+            for item in dataclasses.fields(section):
+                _define(self._values, section, item)
+        for name, text in (("help", "Shows the common flags."), ("helpfull", "Shows all flags.")):
+            absl_flags.DEFINE_boolean(name, False, text, flag_values=self._values)
+
+    def parse(self, arguments: Sequence[str], positional: bool = False) -> dict[str, typing.Any]:
+        """Returns the values that were given, by field name.
+
+        Args:
+          arguments: what follows the command's name.
+          positional: whether words that are no flags are allowed; they come back as
+            "arguments".
+
+        Raises:
+          UserError: an unknown flag (with near matches) or a value of the wrong kind.
+          SystemExit: after --help.
+        """
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                rest = self._values([self._command, *arguments])[1:]
+        except absl_flags.UnrecognizedFlagError as error:
+            known = [name for name in self._values if name not in ("help", "helpfull")]
+            name = error.flagname
+            raise UserError(
+                f"unknown flag --{name}.{near_matches(name, known)} `--helpfull` lists all flags."
+            ) from None
+        except absl_flags.Error as error:
+            raise UserError(" ".join(str(error).split())) from None
+        if self._values["help"].value or self._values["helpfull"].value:
+            print(self.help_text(full=bool(self._values["helpfull"].value)))
+            raise SystemExit(0)
+        if rest and not positional:
+            raise UserError(f"unexpected argument {rest[0]!r}: options are given as --name=value.")
+        given = {
+            name: self._values[name].value
+            for name in self._field_names()
+            if self._values[name].present
+        }
+        self._check_choices(given)
+        given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        if positional:
+            given["arguments"] = tuple(rest)
+        return given
+
+    def help_text(self, full: bool) -> str:
+        """Returns the text of --help, or of --helpfull."""
+        lines = [f"python -m tfbig.{self._command}: {self._summary}", ""]
+        for section in self._sections:
+            names = [f.name for f in dataclasses.fields(section)]
+            if not full and self._common:
+                names = [name for name in names if name in self._common]
+            if not names:
+                continue
+            if full:
+                lines.append((section.__doc__ or "").splitlines()[0])
+            for name in names:
+                text = f"  --{name}: {self._values[name].help}"
+                lines += textwrap.wrap(text, width=96, subsequent_indent="      ")
+            if full:
+                lines.append("")
+        if not full and self._common:
+            lines += ["", "--helpfull lists all flags; --flagfile=FILE reads flags from a file."]
+        return "\n".join(lines)
+
+    def _field_names(self) -> Iterable[str]:
+        return [f.name for section in self._sections for f in dataclasses.fields(section)]
+
+    def _check_choices(self, given: dict[str, typing.Any]) -> None:
+        for section in self._sections:
+            for item in dataclasses.fields(section):
+                allowed = _choices(section, item.name)
+                if item.name in given and allowed and given[item.name] not in allowed:
+                    value = given[item.name]
+                    raise UserError(
+                        f"--{item.name}={value} is not one of {', '.join(allowed)}."
+                        f"{near_matches(str(value), list(allowed))}"
+                    )

@@ -1,0 +1,45 @@
+"""Causal attention as a function of queries, keys and values."""
+
+import math
+
+import tensorflow as tf
+
+from tfbig.model.dropout import keep_mask
+
+
+def causal_attention(
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
+    document_ids: tf.Tensor | None = None,
+    dropout_keys: tf.Tensor | None = None,
+    dropout_rate: float = 0.0,
+) -> tf.Tensor:
+    """Returns softmax(q k^T / sqrt(head_dim)) v, each position seeing itself and what precedes.
+
+    Args:
+      query, key, value: (B, T, H, head_dim), in the compute dtype.
+      document_ids: (B, T) int32 or None; positions see their own document only.
+      dropout_keys: (B,) uint32 from `sample_keys`, or None for no dropout.
+      dropout_rate: share of attention weights that is dropped.
+
+    Returns:
+      (B, T, H, head_dim). The softmax is computed in float32.
+    """
+    num_positions, num_heads, head_dim = query.shape[1:]
+    query, key, value = (tf.transpose(x, [0, 2, 1, 3]) for x in (query, key, value))  # (B, H, T, d)
+    query *= tf.cast(1.0 / math.sqrt(head_dim), query.dtype)
+    scores = tf.cast(tf.matmul(query, key, transpose_b=True), tf.float32)  # (B, H, T, T)
+    position = tf.range(num_positions)
+    visible = position[:, tf.newaxis] >= position  # (T, T)
+    if document_ids is not None:
+        same = document_ids[:, :, tf.newaxis] == document_ids[:, tf.newaxis, :]  # (B, T, T)
+        visible = (visible & same)[:, tf.newaxis]  # (B, 1, T, T)
+    weights = tf.nn.softmax(tf.where(visible, scores, tf.float32.min))  # (B, H, T, T)
+    if dropout_keys is not None and dropout_rate > 0:
+        shape = [num_heads, num_positions, num_positions]
+        index = tf.cast(tf.reshape(tf.range(math.prod(shape)), shape), tf.uint32)  # (H, T, T)
+        mask = keep_mask(dropout_keys, index, dropout_rate)
+        weights = tf.where(mask, weights * (1.0 / (1.0 - dropout_rate)), 0.0)
+    output = tf.matmul(tf.cast(weights, value.dtype), value)  # (B, H, T, d)
+    return tf.transpose(output, [0, 2, 1, 3])  # (B, T, H, d)

@@ -1,0 +1,147 @@
+"""Attention, feed-forward layer and the block that joins them. Single-device code.
+
+B = batch, T = time, D = width, H = heads, d = head_dim.
+"""
+
+import keras
+import tensorflow as tf
+
+from tfbig.model.attention import causal_attention
+from tfbig.model.context import Context
+from tfbig.model.dropout import dropout, sample_keys
+from tfbig.model.layers import Projection, make_norm
+
+SITE_ATTENTION, SITE_RESIDUAL1, SITE_RESIDUAL2, SITE_EMBEDDING = range(4)
+
+
+class CausalSelfAttention(keras.layers.Layer):
+    """Multi-head attention under a causal mask, with one fused projection to q, k and v.
+
+    Args:
+      embed_dim: width D.
+      num_heads: heads H.
+      head_dim: width d of one head.
+      rate: dropout rate of the attention weights.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, head_dim: int, rate: float = 0.0, **kwargs
+    ) -> None:
+        super().__init__(**kwargs)
+        self.rate = rate
+        dtype = self.dtype_policy
+        with keras.name_scope(self.name):
+            self.qkv = Projection((embed_dim,), (3, num_heads, head_dim), name="qkv", dtype=dtype)
+            self.out = Projection((num_heads, head_dim), (embed_dim,), name="out", dtype=dtype)
+        self.built = True
+
+    def call(
+        self,
+        x: tf.Tensor,
+        document_ids: tf.Tensor | None = None,
+        dropout_keys: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        query, key, value = tf.unstack(self.qkv(x), axis=2)  # 3 x (B, T, H, d)
+        attended = causal_attention(query, key, value, document_ids, dropout_keys, self.rate)
+        return self.out(attended)  # (B, T, D)
+
+
+class FeedForward(keras.layers.Layer):
+    """Two projections with a nonlinearity between them.
+
+    Args:
+      embed_dim: width D.
+      ff_dim: width between the projections.
+      activation: "relu" or "gelu_tanh" (arXiv 1606.08415, the tanh form that GPT-2 uses).
+    """
+
+    def __init__(self, embed_dim: int, ff_dim: int, activation: str, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.activation = activation
+        dtype = self.dtype_policy
+        with keras.name_scope(self.name):
+            self.up = Projection((embed_dim,), (ff_dim,), name="up", dtype=dtype)
+            self.down = Projection((ff_dim,), (embed_dim,), name="down", dtype=dtype)
+        self.built = True
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        hidden = self.up(x)  # (B, T, F)
+        if self.activation == "relu":
+            hidden = tf.nn.relu(hidden)
+        else:
+            hidden = tf.nn.gelu(hidden, approximate=True)
+        return self.down(hidden)  # (B, T, D)
+
+
+class TransformerBlock(keras.layers.Layer):
+    """Attention and feed-forward layer, each behind a residual sum.
+
+    The first four arguments are the original's, in its order, and without others the block is the
+    original's: post-norm, ReLU, heads as wide as the model.
+
+    Args:
+      embed_dim: width D.
+      num_heads: heads H.
+      ff_dim: width of the feed-forward layer.
+      rate: residual dropout rate.
+      head_dim: width of one head; None means embed_dim, as the original's key_dim.
+      norm_order: "post" or "pre".
+      norm_epsilon: added to the variance in layer norm.
+      activation: of the feed-forward layer.
+      attention_rate: dropout rate of the attention weights.
+      index: global index of the block, which keys its dropout.
+      seed: the run's seed, which keys its dropout.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        ff_dim: int,
+        rate: float = 0.1,
+        *,
+        head_dim: int | None = None,
+        norm_order: str = "post",
+        norm_epsilon: float = 1e-6,
+        activation: str = "relu",
+        attention_rate: float = 0.0,
+        index: int = 0,
+        seed: int = 0,
+        **kwargs,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.rate, self.norm_order, self.index, self.seed = rate, norm_order, index, seed
+        dtype = self.dtype_policy
+        with keras.name_scope(self.name):
+            self.att = CausalSelfAttention(
+                embed_dim, num_heads, head_dim or embed_dim, attention_rate, name="att", dtype=dtype
+            )
+            self.ffn = FeedForward(embed_dim, ff_dim, activation, name="ffn", dtype=dtype)
+            self.layernorm1 = make_norm(embed_dim, norm_epsilon, "layernorm1", dtype)
+            self.layernorm2 = make_norm(embed_dim, norm_epsilon, "layernorm2", dtype)
+        self.built = True
+
+    def call(self, hidden: tf.Tensor, context: Context) -> tf.Tensor:
+        """Returns the block's output (B, T, D)."""
+        if self.norm_order == "pre":
+            hidden += self._attend(self.layernorm1(hidden), context)
+            return hidden + self._feed_forward(self.layernorm2(hidden), context)
+        hidden = self.layernorm1(hidden + self._attend(hidden, context))
+        return self.layernorm2(hidden + self._feed_forward(hidden, context))
+
+    def _attend(self, x: tf.Tensor, context: Context) -> tf.Tensor:
+        keys = self._keys(SITE_ATTENTION, self.att.rate, context)
+        attended = self.att(x, document_ids=context.document_ids, dropout_keys=keys)
+        return self._drop(attended, SITE_RESIDUAL1, context)
+
+    def _feed_forward(self, x: tf.Tensor, context: Context) -> tf.Tensor:
+        return self._drop(self.ffn(x), SITE_RESIDUAL2, context)
+
+    def _keys(self, site: int, rate: float, context: Context) -> tf.Tensor | None:
+        if not context.training or rate == 0.0:
+            return None
+        return sample_keys(self.seed, context.step, self.index, site, context.sample_index)
+
+    def _drop(self, x: tf.Tensor, site: int, context: Context) -> tf.Tensor:
+        keys = self._keys(site, self.rate, context)
+        return x if keys is None else dropout(x, keys, self.rate)

@@ -1,0 +1,294 @@
+"""The GPT: embedding, blocks, head. Knows nothing of ranks, meshes or strategies.
+
+B = batch, T = time, D = width, V = vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfbig import loss as loss_functions
+from tfbig.config import ModelConfig
+from tfbig.model.block import SITE_EMBEDDING, TransformerBlock
+from tfbig.model.context import Context
+from tfbig.model.dropout import dropout, sample_keys
+from tfbig.model.initialization import initialize
+from tfbig.model.layers import Embedding, Projection, make_norm
+from tfbig.variables import variable_specs
+
+POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
+
+
+class TokenAndPositionEmbedding(keras.layers.Layer):
+    """The sum of a token's and its position's learned vector.
+
+    Args:
+      maxlen: number of positions.
+      vocab_size: number of tokens.
+      embed_dim: width D.
+      with_positions: False leaves the position table out (the last pipeline stage of a model with
+        a tied head needs only the token table).
+    """
+
+    def __init__(
+        self,
+        maxlen: int,
+        vocab_size: int,
+        embed_dim: int,
+        *,
+        with_positions: bool = True,
+        **kwargs,
+    ) -> None:
+        super().__init__(**kwargs)
+        dtype = self.dtype_policy
+        self.pos_emb = None
+        with keras.name_scope(self.name):
+            self.token_emb = Embedding(vocab_size, embed_dim, name="token_emb", dtype=dtype)
+            if with_positions:
+                self.pos_emb = Embedding(maxlen, embed_dim, name="pos_emb", dtype=dtype)
+        self.built = True
+
+    def call(self, tokens: tf.Tensor, position: tf.Tensor | None = None) -> tf.Tensor:
+        """Returns (B, T, D) for tokens (B, T); positions default to 0 ... T-1."""
+        assert self.pos_emb is not None, "this embedding was made for a tied head alone"
+        if position is None:
+            position = tf.range(tf.shape(tokens)[1])
+        return self.token_emb(tokens) + self.pos_emb(position)
+
+
+class GPT(keras.Model):
+    """A GPT, or the blocks of it that one pipeline stage holds.
+
+    Args:
+      config: the whole model.
+      block_range: (first, last + 1) of the blocks built here; None means all. The first stage has
+        the embedding, the last one the head.
+      seed: keys initial values and dropout.
+      precision: "float32" or "bfloat16"; variables are float32 either way.
+      initial_values: False leaves variables at zero for a checkpoint to fill.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        block_range: tuple[int, int] | None = None,
+        *,
+        seed: int = 0,
+        precision: str = "float32",
+        initial_values: bool = True,
+        name: str = "gpt",
+    ) -> None:
+        policy = keras.dtype_policies.get(POLICIES[precision])
+        super().__init__(name=name, dtype=policy)
+        self.config, self.seed = config, seed
+        self.block_range = block_range or (0, config.num_layers)
+        first, stop = self.block_range
+        self.has_embedding, self.has_head = first == 0, stop == config.num_layers
+        with keras.name_scope(self.name):
+            self._make_layers(policy)
+        self.built = True
+        # A model that is called without a context counts its own calls as steps.
+        self._num_calls = tf.Variable(0, dtype=tf.int64, trainable=False)
+        if initial_values:
+            initialize(config, seed, self.canonical_variables())
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, block_range=None, **kwargs) -> "GPT":
+        """Returns the model, or the stage of it, that `config` describes."""
+        return cls(config, block_range, **kwargs)
+
+    def _make_layers(self, policy: keras.DTypePolicy) -> None:
+        config = self.config
+        self.embedding_layer = self.final_norm = self.dense = None
+        if self.has_embedding or (self.has_head and config.tied_head):
+            self.embedding_layer = TokenAndPositionEmbedding(
+                config.max_length,
+                config.vocab_size,
+                config.embed_dim,
+                with_positions=self.has_embedding,
+                name="embedding_layer",
+                dtype=policy,
+            )
+        self.transformer_blocks = [
+            self._make_block(index, policy) for index in range(*self.block_range)
+        ]
+        if self.has_head and config.final_norm:
+            self.final_norm = make_norm(config.embed_dim, config.norm_epsilon, "final_norm", policy)
+        if self.has_head and not config.tied_head:
+            self.dense = Projection(
+                (config.embed_dim,),
+                (config.vocab_size,),
+                use_bias=config.head_bias,
+                name="dense",
+                dtype=policy,
+            )
+
+    def _make_block(self, index: int, policy: keras.DTypePolicy) -> TransformerBlock:
+        config = self.config
+        return TransformerBlock(
+            config.embed_dim,
+            config.num_heads,
+            config.hidden_dim,
+            config.dropout,
+            head_dim=config.attention_head_dim,
+            norm_order=config.norm_order,
+            norm_epsilon=config.norm_epsilon,
+            activation=config.activation,
+            attention_rate=config.attention_dropout,
+            index=index,
+            seed=self.seed,
+            name=f"transformer_blocks_{index}",
+            dtype=policy,
+        )
+
+    def canonical_variables(self) -> dict[str, keras.Variable]:
+        """Returns this model's trainable variables by canonical path, in forward order."""
+        parts: list[tuple[str, keras.layers.Layer | None]] = [
+            ("embedding_layer", self.embedding_layer)
+        ]
+        for offset, block in enumerate(self.transformer_blocks):
+            parts.append((f"transformer_blocks/{self.block_range[0] + offset}", block))
+        parts += [("final_norm", self.final_norm), ("dense", self.dense)]
+        variables = {}
+        for prefix, layer in parts:
+            for variable in layer.trainable_variables if layer is not None else ():
+                # Every sublayer is named, so what follows the part's own name is canonical.
+                suffix = variable.path.split(f"{layer.name}/", 1)[1]
+                variables[f"{prefix}/{suffix}"] = variable
+        order = [spec.path for spec in variable_specs(self.config) if spec.path in variables]
+        assert len(order) == len(variables), "a variable is missing from the table of variables"
+        return {path: variables[path] for path in order}
+
+    def embed(self, tokens: tf.Tensor, context: Context | None = None) -> tf.Tensor:
+        """Returns the hidden state (B, T, D) that enters the first block."""
+        context = context or self._own_context(tokens, training=False)
+        hidden = self.embedding_layer(tokens, context.position)
+        rate = self.config.embedding_dropout
+        if not context.training or rate == 0.0:
+            return hidden
+        keys = sample_keys(self.seed, context.step, -1, SITE_EMBEDDING, context.sample_index)
+        return dropout(hidden, keys, rate)
+
+    def logits(self, hidden: tf.Tensor) -> tf.Tensor:
+        """Returns the logits (B, T, V), in the compute dtype, of the last block's output."""
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        if self.dense is not None:
+            return self.dense(hidden)
+        width, vocab_size = self.config.embed_dim, self.config.vocab_size
+        flat = tf.reshape(hidden, [-1, width])  # (B*T, D)
+        logits = tf.matmul(flat, self.embedding_layer.token_emb.table(), transpose_b=True)
+        return tf.reshape(logits, tf.concat([tf.shape(hidden)[:-1], [vocab_size]], 0))  # (B, T, V)
+
+    def head_loss(
+        self, hidden: tf.Tensor, labels: tf.Tensor, loss_mask: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns (loss_sum, row_loss_sum, row_num_tokens, row_num_correct); see tfbig.loss.
+
+        Args:
+          hidden: (B, T, D), the last block's output.
+          labels: (B, T) int32.
+          loss_mask: (B, T), 1 where a label counts.
+        """
+        return loss_functions.head_loss(self.logits(hidden), labels, loss_mask)
+
+    def hidden_state(self, tokens: tf.Tensor, context: Context) -> tf.Tensor:
+        """Returns the last block's output (B, T, D)."""
+        hidden = self.embed(tokens, context)
+        for block in self.transformer_blocks:
+            hidden = block(hidden, context=context)
+        return hidden
+
+    def call(self, tokens: tf.Tensor, training: bool = False, context: Context | None = None):
+        """Returns the logits (B, T, V) of tokens (B, T)."""
+        context = context or self._own_context(tokens, training)
+        return self.logits(self.hidden_state(tokens, context))
+
+    def _own_context(self, tokens: tf.Tensor, training: bool) -> Context:
+        if training:
+            step = self._num_calls.assign_add(1) - 1
+        else:
+            step = tf.constant(0, tf.int64)
+        return Context(
+            step=step,
+            sample_index=tf.range(tf.shape(tokens, tf.int64)[0]),
+            position=tf.range(tf.shape(tokens)[1]),
+            document_ids=None,
+            training=bool(training),
+        )
+
+
+class MyModel(GPT):
+    """The original's model: its arguments, in its order, and `call` returns two tensors."""
+
+    def __init__(
+        self,
+        maxlen: int,
+        vocab_size: int,
+        embed_dim: int,
+        num_heads: int,
+        feed_forward_dim: int,
+        num_layers: int,
+        learning_rate: float = 1e-3,
+        *,
+        rate: float = 0.1,
+        seed: int = 0,
+        precision: str = "float32",
+    ) -> None:
+        config = ModelConfig(
+            vocab_size=vocab_size,
+            max_length=maxlen,
+            embed_dim=embed_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            head_dim=embed_dim,
+            feed_forward_dim=feed_forward_dim,
+            norm_order="post",
+            norm_epsilon=1e-6,
+            final_norm=False,
+            activation="relu",
+            tied_head=False,
+            head_bias=True,
+            dropout=rate,
+            scale_residual_init=False,
+        )
+        super().__init__(config, seed=seed, precision=precision, name="my_model")
+        self.learning_rate = learning_rate
+
+    def call(
+        self, tokens: tf.Tensor, training: bool = False, context: Context | None = None
+    ) -> Sequence[tf.Tensor]:
+        """Returns [logits (B, T, V), embeddings (B, T, D)]."""
+        context = context or self._own_context(tokens, training)
+        embeddings = hidden = self.embed(tokens, context)
+        for block in self.transformer_blocks:
+            hidden = block(hidden, context=context)
+        return [self.logits(hidden), embeddings]
+
+
+def init_train_settings(
+    maxlen: int,
+    vocab_size: int,
+    embed_dim: int,
+    num_heads: int,
+    feed_forward_dim: int,
+    num_layers: int,
+    learning_rate: float,
+) -> tuple[MyModel, keras.optimizers.Optimizer, keras.losses.Loss]:
+    """Returns the original's model, optimizer and loss.
+
+    Args:
+      maxlen: positions.
+      vocab_size: tokens.
+      embed_dim: width D.
+      num_heads: heads, each as wide as the model.
+      feed_forward_dim: width of the feed-forward layer.
+      num_layers: blocks.
+      learning_rate: of Adam.
+    """
+    model = MyModel(
+        maxlen, vocab_size, embed_dim, num_heads, feed_forward_dim, num_layers, learning_rate
+    )
+    optimizer = keras.optimizers.Adam(learning_rate)
+    return model, optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True)

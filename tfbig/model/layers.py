@@ -1,0 +1,108 @@
+"""Layers under the blocks: embedding table and projection."""
+
+import math
+
+import keras
+import tensorflow as tf
+
+
+@tf.custom_gradient
+def lookup(table: tf.Tensor, ids: tf.Tensor):
+    """Returns rows of a table, with a dense gradient.
+
+    TF's own gradient is IndexedSlices: Adam would square it before summing repeated tokens, and
+    Horovod would gather it from all ranks.
+
+    Args:
+      table: (V, D).
+      ids: integer, any shape.
+
+    Returns:
+      (*ids.shape, D).
+    """
+
+    def gradient(upstream: tf.Tensor):
+        rows = tf.reshape(upstream, [-1, table.shape[1]])  # (tokens, D)
+        return tf.math.unsorted_segment_sum(rows, tf.reshape(ids, [-1]), table.shape[0]), None
+
+    return tf.gather(table, ids), gradient
+
+
+class Embedding(keras.layers.Layer):
+    """A table of vectors, kept in float32 whatever the compute dtype.
+
+    Args:
+      num_rows: entries of the table.
+      dim: width of one vector.
+    """
+
+    def __init__(self, num_rows: int, dim: int, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.num_rows, self.dim = num_rows, dim
+        self.embeddings = self.add_weight(
+            shape=(num_rows, dim), initializer="zeros", name="embeddings", autocast=False
+        )
+        self.built = True
+
+    def call(self, ids: tf.Tensor) -> tf.Tensor:
+        return tf.cast(lookup(tf.convert_to_tensor(self.embeddings), ids), self.compute_dtype)
+
+    def table(self) -> tf.Tensor:
+        """Returns the table (V, D) in the compute dtype, for a tied head."""
+        return tf.cast(tf.convert_to_tensor(self.embeddings), self.compute_dtype)
+
+    def get_config(self) -> dict:
+        return {**super().get_config(), "num_rows": self.num_rows, "dim": self.dim}
+
+
+class Projection(keras.layers.Layer):
+    """A matrix product over the last input dims, as one MatMul whatever the kernel's shape.
+
+    Args:
+      input_shape: dims that are summed over, e.g. (D,) or (H, head_dim).
+      output_shape: dims that take their place, e.g. (3, H, head_dim) or (D,).
+      use_bias: whether a bias of the output's shape is added.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        output_shape: tuple[int, ...],
+        use_bias: bool = True,
+        **kwargs,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.summed, self.made, self.use_bias = tuple(input_shape), tuple(output_shape), use_bias
+        self.kernel = self.add_weight(
+            shape=(*self.summed, *self.made), initializer="zeros", name="kernel"
+        )
+        self.bias = (
+            self.add_weight(shape=self.made, initializer="zeros", name="bias") if use_bias else None
+        )
+        self.built = True
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        num_in, num_out = math.prod(self.summed), math.prod(self.made)
+        kernel = tf.reshape(tf.convert_to_tensor(self.kernel), [num_in, num_out])
+        leading = tf.shape(x)[: x.shape.rank - len(self.summed)]  # (B, T)
+        x = tf.matmul(tf.reshape(x, [-1, num_in]), kernel)  # (B*T, out)
+        if self.bias is not None:
+            x = tf.nn.bias_add(x, tf.reshape(tf.convert_to_tensor(self.bias), [num_out]))
+        return tf.reshape(x, tf.concat([leading, self.made], 0))  # (B, T, *output_shape)
+
+    def get_config(self) -> dict:
+        return {
+            **super().get_config(),
+            "input_shape": self.summed,
+            "output_shape": self.made,
+            "use_bias": self.use_bias,
+        }
+
+
+def make_norm(
+    dim: int, epsilon: float, name: str, dtype: keras.DTypePolicy
+) -> keras.layers.LayerNormalization:
+    """Returns a built layer norm over the last dim; it computes in float32 by itself."""
+    norm = keras.layers.LayerNormalization(epsilon=epsilon, name=name, dtype=dtype)
+    norm.build((None, None, dim))
+    return norm

@@ -1,0 +1,110 @@
+"""The model's variables as one table: path, shape, initial value, decay, sharded dim. TF-free.
+
+A canonical path names a variable by what it is and the global index of its block, whatever stage,
+process or Keras build holds it: `transformer_blocks/17/att/qkv/kernel`.
+"""
+
+import fnmatch
+import math
+from typing import Literal, NamedTuple
+
+from tfbig.config import ModelConfig
+
+InitialValue = Literal["normal", "residual", "zeros", "ones"]
+
+
+class VariableRule(NamedTuple):
+    """What holds for all variables whose path matches a pattern."""
+
+    initial_value: InitialValue
+    decayed: bool
+    shard_dim: int | None  # the dim that tensor parallelism splits; None: replicated
+
+
+class VariableSpec(NamedTuple):
+    """One variable of the full model; shapes are the model's, never a layout's."""
+
+    path: str
+    shape: tuple[int, ...]
+    rule: VariableRule
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the full variable."""
+        return math.prod(self.shape)
+
+
+# Pattern -> rule. Every variable matches exactly one row (variable_rule asserts it). Heads, the
+# feed-forward width and the vocabulary are what Megatron-LM splits (arXiv 1909.08053, section 3).
+VARIABLE_RULES: dict[str, VariableRule] = {
+    "embedding_layer/token_emb/embeddings": VariableRule("normal", True, 0),
+    "embedding_layer/pos_emb/embeddings": VariableRule("normal", False, None),
+    "transformer_blocks/*/att/qkv/kernel": VariableRule("normal", True, 2),
+    "transformer_blocks/*/att/qkv/bias": VariableRule("zeros", False, 1),
+    "transformer_blocks/*/att/out/kernel": VariableRule("residual", True, 0),
+    "transformer_blocks/*/att/out/bias": VariableRule("zeros", False, None),
+    "transformer_blocks/*/ffn/up/kernel": VariableRule("normal", True, 1),
+    "transformer_blocks/*/ffn/up/bias": VariableRule("zeros", False, 0),
+    "transformer_blocks/*/ffn/down/kernel": VariableRule("residual", True, 0),
+    "transformer_blocks/*/ffn/down/bias": VariableRule("zeros", False, None),
+    "transformer_blocks/*/layernorm?/gamma": VariableRule("ones", False, None),
+    "transformer_blocks/*/layernorm?/beta": VariableRule("zeros", False, None),
+    "final_norm/gamma": VariableRule("ones", False, None),
+    "final_norm/beta": VariableRule("zeros", False, None),
+    "dense/kernel": VariableRule("normal", True, 1),
+    "dense/bias": VariableRule("zeros", False, 0),
+}
+
+
+def variable_rule(path: str) -> VariableRule:
+    """Returns the one rule that `path` matches.
+
+    >>> variable_rule("transformer_blocks/3/att/qkv/kernel").shard_dim
+    2
+    """
+    rows = [rule for pattern, rule in VARIABLE_RULES.items() if fnmatch.fnmatchcase(path, pattern)]
+    assert len(rows) == 1, f"{path} matches {len(rows)} rows of VARIABLE_RULES"
+    return rows[0]
+
+
+def _block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    width, hidden = config.embed_dim, config.hidden_dim
+    heads, head_dim = config.num_heads, config.attention_head_dim
+    return {
+        "layernorm1/gamma": (width,),
+        "layernorm1/beta": (width,),
+        "att/qkv/kernel": (width, 3, heads, head_dim),
+        "att/qkv/bias": (3, heads, head_dim),
+        "att/out/kernel": (heads, head_dim, width),
+        "att/out/bias": (width,),
+        "layernorm2/gamma": (width,),
+        "layernorm2/beta": (width,),
+        "ffn/up/kernel": (width, hidden),
+        "ffn/up/bias": (hidden,),
+        "ffn/down/kernel": (hidden, width),
+        "ffn/down/bias": (width,),
+    }
+
+
+def variable_specs(config: ModelConfig) -> list[VariableSpec]:
+    """Returns the full model's trainable variables, in order of the forward pass.
+
+    >>> sum(spec.num_elements for spec in variable_specs(ModelConfig(vocab_size=50257,
+    ...     max_length=1024, embed_dim=768, num_layers=12, num_heads=12)))
+    124439808
+    """
+    width = config.embed_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding_layer/token_emb/embeddings": (config.vocab_size, width),
+        "embedding_layer/pos_emb/embeddings": (config.max_length, width),
+    }
+    for index in range(config.num_layers):
+        for suffix, shape in _block_shapes(config).items():
+            shapes[f"transformer_blocks/{index}/{suffix}"] = shape
+    if config.final_norm:
+        shapes |= {"final_norm/gamma": (width,), "final_norm/beta": (width,)}
+    if not config.tied_head:
+        shapes["dense/kernel"] = (width, config.vocab_size)
+    if config.head_bias:
+        shapes["dense/bias"] = (config.vocab_size,)
+    return [VariableSpec(path, shape, variable_rule(path)) for path, shape in shapes.items()]

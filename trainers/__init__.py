@@ -1,0 +1,25 @@
+"""Strategy backends. The table below is the only place where a strategy's name is looked up."""
+
+STRATEGIES = {
+    "single": "trainers.single:SingleTrainer",
+    "horovod": "trainers.horovod:HorovodTrainer",
+}
+
+
+def trainer_class(name: str):
+    """Returns the Trainer class of a strategy.
+
+    Raises:
+      UserError: no strategy has that name.
+    """
+    import importlib
+
+    from tfbig.errors import UserError, near_matches
+
+    if name not in STRATEGIES:
+        raise UserError(
+            f"--strategy={name} is not known.{near_matches(name, list(STRATEGIES))}"
+            f" The strategies are: {', '.join(STRATEGIES)}."
+        )
+    module, _, attribute = STRATEGIES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,105 @@
+"""Data parallelism by Horovod: one process a device, gradients summed by all-reduce."""
+
+import numpy as np
+import tensorflow as tf
+
+from tfbig.config import Config, ParallelConfig
+from tfbig.errors import UserError
+from trainers.base import Batch
+from trainers.buckets import flatten, plan_buckets, unflatten
+from trainers.collectives import Clock, Engine, Group, distributed_tape
+from trainers.devices import prepare_devices
+from trainers.gradients import BatchSums, Gradients, batch_gradients
+from trainers.replica import ReplicaTrainer
+
+FLOAT32_BYTES = 4
+
+
+def gradient_reduction(config: ParallelConfig) -> str:
+    """Returns "tape" or "buckets", with "auto" resolved.
+
+    Raises:
+      UserError: the tape is asked for where it cannot serve.
+    """
+    if config.gradient_reduction == "auto":
+        return "tape" if config.microbatches == 1 else "buckets"
+    if config.gradient_reduction == "tape" and config.microbatches > 1:
+        raise UserError(
+            f"--gradient_reduction=tape reduces once a backward pass, but --microbatches="
+            f"{config.microbatches} makes {config.microbatches} of them a step: use buckets."
+        )
+    return config.gradient_reduction
+
+
+class HorovodTrainer(ReplicaTrainer):
+    """Trains a replica in each process that horovodrun started; alone, it is a world of one."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._reduction = gradient_reduction(config.parallel)
+        # Horovod starts before TensorFlow touches a device, so that each process can pin its own.
+        self._engine = Engine(deterministic=config.parallel.deterministic)
+        self.rank = self.data_rank = self._engine.rank
+        self.size = self.data_size = self.num_replicas = self._engine.size
+        prepare_devices(config.parallel, self._engine.local_rank, self._engine.local_size)
+        world = self._engine.world
+        self._data = Group("data", world.ranks, world._process_set, self.rank)
+
+    def agree(self, value: int, op: str) -> int:
+        return self._engine.agree(value, op)
+
+    def broadcast(self, array: np.ndarray) -> np.ndarray:
+        return self._engine.broadcast(array)
+
+    def barrier(self, timeout: float) -> None:
+        self._engine.barrier(timeout)
+
+    def build(self, training: bool = True, num_sources: int = 1, vocab_size: int = 0) -> None:
+        super().build(training, num_sources, vocab_size)
+        self._shapes = {path: variable.shape for path, variable in self._variables.items()}
+        sizes = {path: shape.num_elements() for path, shape in self._shapes.items()}
+        max_elements = (self.config.parallel.bucket_megabytes << 20) // FLOAT32_BYTES
+        self._buckets = plan_buckets(sizes, max_elements)
+        # The optimizer's slots exist by now: what is made later would not be broadcast.
+        self._broadcast_state()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _broadcast_state(self) -> None:
+        """Gives every rank the variables of rank 0, the model's and the optimizer's."""
+        state = self._variables | self._optimizer.state()
+
+        @tf.function
+        def broadcast_all() -> None:
+            for path, variable in state.items():
+                variable.assign(self._data.broadcast(variable.read_value(), 0, f"state/{path}"))
+
+        broadcast_all()
+
+    def _gradients(
+        self, batch: Batch, step: tf.Tensor, clock: Clock
+    ) -> tuple[Gradients, BatchSums]:
+        microbatches = self.config.parallel.microbatches
+        if self._reduction == "tape":
+            return batch_gradients(
+                self.model,
+                self._variables,
+                batch,
+                step,
+                microbatches,
+                wrap_tape=lambda tape: distributed_tape(tape, clock),
+            )
+        gradients, sums = batch_gradients(self.model, self._variables, batch, step, microbatches)
+        reduced: Gradients = {}
+        for index, paths in enumerate(self._buckets):
+            flat = flatten(gradients, paths)
+            flat = self._data.all_reduce(flat, f"gradients_{index}", clock=clock)
+            reduced |= unflatten(flat, self._shapes, paths)
+        return reduced, sums
+
+    def _sum(self, vector: tf.Tensor, clock: Clock) -> tf.Tensor:
+        return self._data.all_reduce(vector, "sums", clock=clock)
+
+    def _gather(self, rows: tf.Tensor) -> tf.Tensor:
+        return self._data.all_gather(rows, "rows")

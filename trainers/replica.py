@@ -1,0 +1,218 @@
+"""What strategies share in which every process holds the whole model."""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfbig.checkpoint_format import LazyArray, Slice
+from tfbig.config import Config
+from tfbig.model.context import Context
+from tfbig.model.gpt import GPT
+from tfbig.optimizer import Optimizer, decide, squared_norm
+from tfbig.variables import variable_rule
+from trainers.base import Batch, StateReader, StepResult, Trainer
+from trainers.collectives import Clock, seconds_in_flight
+from trainers.gradients import BatchSums, Gradients, batch_gradients, forward
+
+NUM_SIGNALS = 4
+
+
+class TokenHistory(NamedTuple):
+    """A decode cache that keeps the tokens and runs the whole model again for each step."""
+
+    tokens: tf.Tensor  # (R, L) int32
+    length: tf.Tensor  # (R,) int32
+
+
+class ReplicaTrainer(Trainer):
+    """A whole model and optimizer in this process; subclasses add how gradients are summed."""
+
+    config: Config
+    model: GPT
+
+    def build(self, training: bool = True, num_sources: int = 1, vocab_size: int = 0) -> None:
+        config = self.config
+        self._num_sources = num_sources
+        self._vocab_size = vocab_size or config.model.vocab_size
+        self.model = GPT.from_config(
+            config.model, seed=config.run.seed, precision=config.parallel.precision
+        )
+        self._variables = {
+            path: variable.value for path, variable in self.model.canonical_variables().items()
+        }
+        decayed = {path: variable_rule(path).decayed for path in self._variables}
+        self._optimizer = Optimizer(config.optimizer, self._variables, decayed, training)
+        self._intervals: dict[str, tf.Tensor] = {}
+        self._train = tf.function(self._train_graph)
+        self._evaluate = tf.function(self._evaluate_graph)
+        self._decode = tf.function(self._decode_graph)
+
+    # What a strategy adds.
+
+    def _gradients(
+        self, batch: Batch, step: tf.Tensor, clock: Clock
+    ) -> tuple[Gradients, BatchSums]:
+        """Returns gradients summed over all ranks, and this process's sums by row."""
+        microbatches = self.config.parallel.microbatches
+        return batch_gradients(self.model, self._variables, batch, step, microbatches)
+
+    def _sum(self, vector: tf.Tensor, clock: Clock) -> tf.Tensor:
+        """Returns a vector summed over all ranks."""
+        return vector
+
+    def _gather(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns the rows (b, n) of all ranks, (global batch, n)."""
+        return rows
+
+    # The contract.
+
+    def train_step(
+        self, batch: Batch, step: int, learning_rate: float, max_loss: float, signal: int
+    ) -> StepResult:
+        result, self._intervals = self._train(
+            dict(batch),
+            tf.constant(step, tf.int64),
+            tf.constant(learning_rate, tf.float32),
+            tf.constant(max_loss, tf.float32),
+            tf.constant(signal, tf.int32),
+        )
+        return result
+
+    def evaluate_step(
+        self, batch: Batch, weights: str = "model"
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        assert weights == "model", weights
+        rows = self._evaluate(dict(batch)).numpy()  # (global batch, 3)
+        return rows[:, 0], rows[:, 1], rows[:, 2]
+
+    def state_slices(self) -> Iterator[Slice]:
+        for path, variable in (self._variables | self._optimizer.state()).items():
+            shape = tuple(variable.shape)
+            array = LazyArray(shape, variable.dtype.as_numpy_dtype, variable.numpy)
+            yield Slice(path, shape, (0,) * len(shape), array, self.rank == 0)
+
+    def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:
+        wanted = dict(self._variables)
+        if not weights_only:
+            wanted |= self._optimizer.state()
+        missing = [path for path in wanted if not reader.has(path)]
+        for path, variable in wanted.items():
+            if reader.has(path):
+                variable.assign(reader.read(path))
+        return missing
+
+    def new_cache(self, num_rows: int, max_length: int) -> TokenHistory:
+        return TokenHistory(tf.zeros([num_rows, max_length], tf.int32), tf.zeros([num_rows], tf.int32))
+
+    def decode_step(
+        self,
+        tokens: np.ndarray,
+        num_valid: np.ndarray,
+        source_row: np.ndarray,
+        reset: np.ndarray,
+        cache: TokenHistory,
+    ) -> tuple[np.ndarray, TokenHistory]:
+        logits, cache = self._decode(
+            tf.constant(tokens, tf.int32),
+            tf.constant(num_valid, tf.int32),
+            tf.constant(source_row, tf.int32),
+            tf.constant(reset, tf.bool),
+            cache,
+        )
+        return logits.numpy(), cache
+
+    def timings(self) -> dict[str, float]:
+        return {axis: seconds_in_flight(x.numpy()) for axis, x in self._intervals.items()}
+
+    # Graphs.
+
+    def _train_graph(
+        self,
+        batch: Batch,
+        step: tf.Tensor,
+        learning_rate: tf.Tensor,
+        max_loss: tf.Tensor,
+        signal: tf.Tensor,
+    ) -> tuple[StepResult, dict[str, tf.Tensor]]:
+        clock = Clock()
+        gradients, sums = self._gradients(batch, step, clock)
+        totals = self._sum(self._pack(batch, sums, signal), clock)  # (2 + 2 sources + signals,)
+        count = self._num_sources
+        parts = tf.split(totals, [1, 1, count, count, NUM_SIGNALS])
+        loss_sum, num_tokens = parts[0][0], parts[1][0]
+        config = self.config.optimizer
+        decision = decide(config, squared_norm(gradients), loss_sum, num_tokens, max_loss)
+        self._optimizer.apply(gradients, learning_rate, decision)
+        seen = tf.range(NUM_SIGNALS) * tf.cast(parts[4] > 0, tf.int32)  # (signals,)
+        result = StepResult(
+            loss_sum=loss_sum,
+            num_tokens=num_tokens,
+            source_loss_sum=parts[2],
+            source_num_tokens=parts[3],
+            grad_norm=decision.grad_norm,
+            applied=decision.applied,
+            loss_scale=tf.constant(1.0),
+            signal=tf.reduce_max(seen),
+        )
+        return result, clock.intervals()
+
+    def _pack(self, batch: Batch, sums: BatchSums, signal: tf.Tensor) -> tf.Tensor:
+        """Returns everything that is summed over ranks, in one float64 vector.
+
+        The signal travels as a one-hot, so that the same sum also gives its maximum.
+        """
+        by_source = functools.partial(
+            tf.math.unsorted_segment_sum,
+            segment_ids=batch["source_index"],
+            num_segments=self._num_sources,
+        )
+        row_loss = tf.cast(sums.row_loss_sum, tf.float64)
+        row_tokens = tf.cast(sums.row_num_tokens, tf.float64)
+        return tf.concat(
+            [
+                [tf.reduce_sum(row_loss), tf.reduce_sum(row_tokens)],
+                by_source(row_loss),
+                by_source(row_tokens),
+                tf.one_hot(signal, NUM_SIGNALS, dtype=tf.float64),
+            ],
+            0,
+        )
+
+    def _evaluate_graph(self, batch: Batch) -> tf.Tensor:
+        sums = forward(self.model, batch, tf.constant(0, tf.int64), training=False)
+        return self._gather(tf.stack(sums[1:], axis=1))  # (global batch, 3)
+
+    def _decode_graph(
+        self,
+        tokens: tf.Tensor,
+        num_valid: tf.Tensor,
+        source_row: tf.Tensor,
+        reset: tf.Tensor,
+        cache: TokenHistory,
+    ) -> tuple[tf.Tensor, TokenHistory]:
+        history = tf.gather(cache.tokens, source_row)  # (B, L)
+        length = tf.where(reset, 0, tf.gather(cache.length, source_row))  # (B,)
+        num_rows, max_length = history.shape
+        place = tf.range(max_length) - length[:, tf.newaxis]  # (B, L): index into the new tokens
+        is_new = (place >= 0) & (place < num_valid[:, tf.newaxis])
+        new = tf.gather(tokens, tf.clip_by_value(place, 0, tokens.shape[1] - 1), batch_dims=1)
+        history = tf.where(is_new, new, history)
+        length += num_valid
+        context = Context(
+            step=tf.constant(0, tf.int64),
+            sample_index=tf.range(num_rows, dtype=tf.int64),
+            position=tf.range(max_length),
+            document_ids=None,
+            training=False,
+        )
+        hidden = self.model.hidden_state(history, context)  # (B, L, D)
+        last = tf.gather(hidden, tf.maximum(length - 1, 0), batch_dims=1)  # (B, D)
+        logits = self.model.logits(last[:, tf.newaxis])[:, 0]  # (B, V)
+        known = tf.range(logits.shape[-1]) < self._vocab_size
+        logits = tf.where(known, tf.cast(logits, tf.float32), -np.inf)
+        return logits, TokenHistory(history, length)
+
+

@@ -1,0 +1,24 @@
+"""One process, one device: the reference that every other strategy must equal."""
+
+import numpy as np
+
+from tfbig.config import Config
+from trainers.devices import prepare_devices
+from trainers.replica import ReplicaTrainer
+
+
+class SingleTrainer(ReplicaTrainer):
+    """Trains on one device."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        prepare_devices(config.parallel)
+
+    def agree(self, value: int, op: str) -> int:
+        return value
+
+    def broadcast(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def barrier(self, timeout: float) -> None:
+        return None
