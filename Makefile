@@ -13,6 +13,7 @@ PROMPT ?= def main(
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 .PHONY: help setup train test lint format types tests clean
 # Nothing of the machine's own Python packages gets in.
 unexport PYTHONPATH PYTHONHOME
