@@ -107,13 +107,14 @@ class CheckpointWriter:
             if self.rank == 0:
                 parts = self._collect_parts(step, directory, attempt)
                 self._commit(step, directory, parts, run_state, attempt)
-        except OSError as error:
+        except BaseException as error:
             self._failed_steps.add(step)
-            raise CheckpointError(
-                f"checkpoint of step {step} not saved: {error}. Earlier checkpoints are intact"
-            ) from error
-        except BaseException:
-            self._failed_steps.add(step)
+            if self.rank == 0:  # nobody else can complete it: the room it took is free again
+                _remove_unnamed(directory)
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"checkpoint of step {step} not saved: {error}. Earlier checkpoints are intact"
+                ) from error
             raise
         return directory
 
@@ -178,17 +179,11 @@ class CheckpointWriter:
 
     def _free_number(self, directory: Path) -> int:
         """Removes what earlier attempts left under this rank's numbers; returns the first free."""
-        files = our_files(directory)
-        try:
-            named = set(orjson.loads((directory / MANIFEST_NAME).read_bytes())["files"])
-        except FileNotFoundError:
-            named = set()
-        except (ValueError, KeyError, TypeError):  # a damaged manifest: who knows what it names
-            named = set(files)
+        files, named = our_files(directory), _named_files(directory)
         taken = set()
         for name, number in files.items():
             if number is not None and number % self.num_ranks == self.rank:
-                if name in named:
+                if named is None or name in named:
                     taken.add(number)
                 else:
                     os.unlink(directory / name)
@@ -266,17 +261,15 @@ class CheckpointWriter:
             directory / MANIFEST_NAME,
             orjson.dumps(manifest, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY),
         )
-        self._remove_leftovers(step, directory, set(files))
+        self._remove_leftovers(step, directory)
 
-    def _remove_leftovers(self, step: int, directory: Path, files: set[str]) -> None:
+    def _remove_leftovers(self, step: int, directory: Path) -> None:
         """Removes old parts of this step, and what failed saves of other steps left.
 
         Every rank has published its part of this save, and a rank's saves come one after the
         other: so none is still writing an earlier one.
         """
-        for name in our_files(directory):
-            if name != MANIFEST_NAME and name not in files:
-                unlink_quietly(directory / name)
+        _remove_unnamed(directory)
         for failed_step in self._failed_steps - {step}:
             remove_incomplete(self.checkpoints_dir / step_directory_name(failed_step))
         self._failed_steps.clear()
@@ -302,6 +295,26 @@ def remove_incomplete(directory: Path) -> bool:
     except OSError:  # not empty, or not ours to remove
         return False
     return True
+
+
+def _named_files(directory: Path) -> set[str] | None:
+    """Returns the files a manifest names; none without one, None when it is damaged."""
+    try:
+        return set(orjson.loads((directory / MANIFEST_NAME).read_bytes())["files"])
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _remove_unnamed(directory: Path) -> None:
+    """Removes our files that the manifest doesn't name; none when it cannot be read."""
+    named = _named_files(directory)
+    if named is None or not directory.is_dir():
+        return
+    for name in our_files(directory):
+        if name != MANIFEST_NAME and name not in named:
+            unlink_quietly(directory / name)
 
 
 def _size_problem(path: Path, num_bytes: int) -> str | None:

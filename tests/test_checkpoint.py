@@ -1,0 +1,470 @@
+import json
+import math
+import multiprocessing
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfbig.checkpoint import (
+    compare_for_resume,
+    flatten_fields,
+    free_disk_error,
+    latest,
+    list_checkpoints,
+    newest_that_verifies,
+    prune,
+    remove_leftovers,
+)
+from tfbig.checkpoint_format import (
+    CheckpointError,
+    LazyArray,
+    RunState,
+    Slice,
+    UnreadableCheckpointError,
+    num_bytes_to_write,
+)
+from tfbig.checkpoint_reader import CheckpointReader
+from tfbig.checkpoint_writer import CheckpointWriter
+from tfbig.rectangle import Rectangle
+
+
+def whole(path, array, is_writer=True):
+    return Slice(path, array.shape, (0,) * array.ndim, array, is_writer)
+
+
+def part(path, array, rectangle, is_writer=True):
+    return Slice(path, array.shape, rectangle.start, array[rectangle.slices], is_writer)
+
+
+def save(checkpoints_dir, step, *slices_by_rank, attempt="a", **fields):
+    """Saves with several ranks in turn, rank 0 last, as it waits for the others."""
+    num_ranks = len(slices_by_rank)
+    for rank in reversed(range(num_ranks)):
+        writer = CheckpointWriter(checkpoints_dir, rank, num_ranks, timeout_seconds=0.1)
+        path = writer.save(step, slices_by_rank[rank], RunState(**fields), attempt)
+    return path
+
+
+def matrix(seed=0, shape=(4, 6)):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def test_what_is_saved_is_read_with_its_dtype(tmp_path):
+    arrays = {
+        "a/kernel": matrix(),
+        "iterations": np.array(2**40, np.int64),
+        "half": np.arange(5).astype(ml_dtypes.bfloat16),
+        "flag": np.array([True, False]),
+        "nothing": np.zeros((0, 3), np.float32),
+    }
+    run_state = RunState(
+        consumed_samples=64,
+        seeds={"model": 1},
+        loss_scale=2.0**15,
+        config={"model": {"num_layers": 2}},
+        tokenizer_sha256="ab",
+        data={"manifest_sha256": "cd"},
+        metadata={"eval_loss": np.float32(2.5)},
+    )
+    slices = [whole(name, array) for name, array in arrays.items()]
+    path = CheckpointWriter(tmp_path / "run" / "checkpoints").save(1000, slices, run_state)
+    assert path == tmp_path / "run" / "checkpoints" / "step_00001000"
+    assert sorted(entry.name for entry in path.iterdir()) == [
+        "manifest.json",
+        "part-00000.safetensors",
+    ]
+    reader = CheckpointReader(path)
+    reader.verify()
+    assert reader.paths() == sorted(arrays)
+    for name, array in arrays.items():
+        assert reader.read(name).dtype == reader.dtype(name) == array.dtype
+        assert reader.shape(name) == array.shape
+        np.testing.assert_array_equal(reader.read(name), array)
+    expected = {
+        "format_version": 1,
+        "step": 1000,
+        "consumed_samples": 64,
+        "seeds": {"model": 1},
+        "loss_scale": 32768.0,
+        "config": {"model": {"num_layers": 2}},
+        "tokenizer_sha256": "ab",
+        "data": {"manifest_sha256": "cd"},
+        "metadata": {"eval_loss": 2.5},
+        "num_ranks": 1,
+    }
+    assert expected.items() <= reader.manifest.items()
+    assert json.loads((path / "manifest.json").read_text()) == reader.manifest
+
+
+def test_a_number_a_lazy_array_and_a_replica_may_be_slices(tmp_path):
+    def refuse():
+        raise AssertionError("the array of a replica was loaded")
+
+    array = matrix()
+    slices = [
+        Slice("scale", (), (), 3.5, True),
+        Slice("kernel", (4, 6), (0, 0), LazyArray((4, 6), "float32", lambda: array), True),
+        Slice("kernel", (4, 6), (0, 0), LazyArray((4, 6), "float32", refuse), False),
+    ]
+    assert num_bytes_to_write(slices) == 8 + 4 * 6 * 4
+    reader = CheckpointReader(save(tmp_path, 0, slices))
+    assert reader.read("scale") == 3.5
+    np.testing.assert_array_equal(reader.read("kernel"), array)
+
+
+@st.composite
+def tilings(draw):
+    """A shape, a tiling of it by cutting at random, the rank of each tile, and a rectangle."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=0, max_size=4)))
+    tiles = [Rectangle((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 8)) if shape else 0):
+        tile = tiles.pop(draw(st.integers(0, len(tiles) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(0, tile.shape[dim]))
+        for begin, extent in ((0, cut), (cut, tile.shape[dim] - cut)):
+            start, size = list(tile.start), list(tile.shape)
+            start[dim] += begin
+            size[dim] = extent
+            tiles.append(Rectangle(tuple(start), tuple(size)))
+    num_ranks = draw(st.integers(1, 4))
+    ranks = [draw(st.integers(0, num_ranks - 1)) for _ in tiles]
+    start = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    extent = tuple(
+        draw(st.integers(0, size - first)) for size, first in zip(shape, start, strict=True)
+    )
+    return shape, tiles, num_ranks, ranks, Rectangle(start, extent)
+
+
+@settings(deadline=None, max_examples=60)
+@given(tilings())
+def test_any_rectangle_of_any_tiling_by_any_ranks_reads_as_numpy_indexes_it(tmp_path_factory, case):
+    shape, tiles, num_ranks, ranks, wanted = case
+    array = np.asarray(np.random.default_rng(0).standard_normal(shape))
+    slices = [
+        [
+            part("x", array, tile, is_writer=rank == owner)
+            for tile, owner in zip(tiles, ranks, strict=True)
+        ]
+        for rank in range(num_ranks)
+    ]
+    reader = CheckpointReader(save(tmp_path_factory.mktemp("tiles"), 1, *slices))
+    reader.verify()
+    np.testing.assert_array_equal(reader.read("x"), array)
+    np.testing.assert_array_equal(
+        reader.read("x", wanted.start, wanted.shape), array[wanted.slices]
+    )
+
+
+def test_only_the_slices_a_rectangle_meets_are_read(tmp_path):
+    array = matrix()
+    top, bottom = Rectangle((0, 0), (2, 6)), Rectangle((2, 0), (2, 6))
+    path = save(tmp_path, 1, [part("x", array, top)], [part("x", array, bottom)])
+    (path / "part-00001.safetensors").unlink()
+    reader = CheckpointReader(path)
+    np.testing.assert_array_equal(reader.read("x", (1, 2), (1, 3)), array[1:2, 2:5])
+    with pytest.raises(UnreadableCheckpointError, match=r"part-00001.* cannot be read: No such"):
+        reader.read("x", (1, 2))
+
+
+def test_a_rank_without_slices_writes_no_part_but_is_waited_for(tmp_path):
+    path = save(tmp_path, 1, [], [whole("x", matrix())], [])
+    manifest = CheckpointReader(path).manifest
+    assert list(manifest["files"]) == ["part-00001.safetensors"]
+    assert manifest["num_ranks"] == 3
+
+
+@pytest.mark.parametrize(
+    ("slices_by_rank", "message"),
+    [
+        (
+            [[part("good/x", matrix(), Rectangle((0, 0), (4, 3)))], [whole("good/x", matrix())]],
+            r"good/x, shape \(4, 6\), have an overlap of \[0:4, 0:3\] \(part-00000.safetensors\)"
+            r" and \[0:4, 0:6\] \(part-00001.safetensors\)",
+        ),
+        (
+            [[part("good/x", matrix(), Rectangle((0, 0), (4, 5)))], []],
+            r"good/x, shape \(4, 6\), have a gap: the slices cover 20 of 24 elements",
+        ),
+        (
+            [[whole("good/x", matrix(), is_writer=False)], []],
+            r"good/x, shape \(4, 6\), have a gap: the slices cover 0 of 24 elements",
+        ),
+        (
+            [[Slice("good/x", (4, 6), (1, 0), matrix(), True)], []],
+            r"good/x.*\[1:5, 0:6\] is not within shape \(4, 6\)",
+        ),
+        (
+            [[whole("good/x", matrix())], [whole("good/x", matrix(shape=(4, 7)), False)]],
+            r"good/x has shape \[4, 7\] on rank 1, but \[4, 6\]",
+        ),
+        (
+            [
+                [part("good/x", matrix(), Rectangle((0, 0), (2, 6)))],
+                [part("good/x", matrix().astype("f8"), Rectangle((2, 0), (2, 6)))],
+            ],
+            "good/x has dtype float64 on rank 1, but float32",
+        ),
+    ],
+)
+def test_slices_that_do_not_tile_a_variable_are_refused_and_named(
+    tmp_path, slices_by_rank, message
+):
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path, 1, *slices_by_rank)
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_missing_rank_is_named_after_a_bounded_wait(tmp_path):
+    writer = CheckpointWriter(tmp_path, rank=0, num_ranks=3, timeout_seconds=0.2)
+    CheckpointWriter(tmp_path, rank=1, num_ranks=3).save(7, [], RunState(), "now")
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"step 7 not saved: no part of rank 2 appeared"):
+        writer.save(7, [whole("x", matrix())], RunState(), "now")
+    assert time.monotonic() - begin >= 0.2
+    with pytest.raises(CheckpointError, match=r"step 7: rank 0 wrote no manifest.json within"):
+        CheckpointWriter(tmp_path, 1, 3, timeout_seconds=0.05).wait_until_complete(7, "now")
+
+
+def test_a_rank_that_fails_is_named_at_once(tmp_path):
+    def fail():
+        raise RuntimeError("the device is lost")
+
+    lost = Slice("x", (2,), (0,), LazyArray((2,), "float32", fail), True)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        CheckpointWriter(tmp_path, 1, 2).save(7, [lost], RunState(), "now")
+    with pytest.raises(CheckpointError, match="rank 1 could not write its part: the device is lo"):
+        CheckpointWriter(tmp_path, 0, 2, timeout_seconds=60).save(7, [], RunState(), "now")
+    assert list((tmp_path / "step_00000007").iterdir()) == []
+
+
+def test_parts_of_an_earlier_attempt_are_not_merged(tmp_path):
+    old, new = matrix(1), matrix(2)
+    top, bottom = Rectangle((0, 0), (2, 6)), Rectangle((2, 0), (2, 6))
+    # Three ranks saved, and died before rank 0 merged.
+    for rank in (1, 2):
+        CheckpointWriter(tmp_path, rank, 3).save(5, [whole("x", old)], RunState(), "old")
+    writer = CheckpointWriter(tmp_path, 0, 2, timeout_seconds=0.1)
+    with pytest.raises(CheckpointError, match="no part of rank 1 appeared"):
+        writer.save(5, [part("x", new, top)], RunState(), "new")
+    path = save(tmp_path, 5, [part("x", new, top)], [part("x", new, bottom)], attempt="newer")
+    np.testing.assert_array_equal(CheckpointReader(path).read("x"), new)
+    assert len(list(path.iterdir())) == 3  # nothing of the earlier attempts is left
+
+
+def test_a_step_saved_again_replaces_the_old_one_and_names_stay_free(tmp_path):
+    top, bottom = Rectangle((0, 0), (2, 6)), Rectangle((2, 0), (2, 6))
+    for attempt in range(4):
+        array = matrix(attempt)
+        slices = [part("x", array, top)], [part("x", array, bottom)]
+        path = save(tmp_path, 5, *slices, attempt=str(attempt))
+        reader = CheckpointReader(path)
+        reader.verify()
+        np.testing.assert_array_equal(reader.read("x"), array)
+        assert {entry.name for entry in path.iterdir()} == {
+            "manifest.json",
+            *reader.manifest["files"],
+        }
+
+
+def test_a_damaged_manifest_does_not_stop_its_step_from_being_saved(tmp_path):
+    path = save(tmp_path, 5, [whole("x", matrix(1))])
+    (path / "manifest.json").write_bytes(b"\0" * 100)
+    with pytest.raises(UnreadableCheckpointError, match=r"manifest.json is damaged: not JSON"):
+        CheckpointReader(path)
+    save(tmp_path, 5, [whole("x", matrix(2))], attempt="b")
+    np.testing.assert_array_equal(CheckpointReader(path).read("x"), matrix(2))
+
+
+@pytest.mark.parametrize("position", [0, 9, 100, -1])
+def test_a_flipped_bit_is_found_and_an_earlier_checkpoint_chosen(tmp_path, position):
+    for step in (1, 2):
+        save(tmp_path, step, [whole("x", matrix(step))])
+    file = tmp_path / "step_00000002" / "part-00000.safetensors"
+    contents = bytearray(file.read_bytes())
+    contents[position] ^= 1
+    file.write_bytes(contents)
+    with pytest.raises(UnreadableCheckpointError, match=r"part-00000.safetensors is damaged"):
+        CheckpointReader(file.parent).verify()
+    found, rejected = newest_that_verifies(tmp_path)
+    assert found.step == 1
+    assert [(info.step, "its sha256 is not" in reason) for info, reason in rejected] == [(2, True)]
+
+
+def test_truncated_and_missing_files_and_manifests_are_found(tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, step, [whole("x", matrix(step))])
+    parts = {step: tmp_path / f"step_0000000{step}" / "part-00000.safetensors" for step in (3, 4)}
+    parts[3].write_bytes(parts[3].read_bytes()[:-1])
+    parts[4].unlink()
+    (tmp_path / "step_00000002" / "manifest.json").write_text('{"format_version": 99}')
+    (tmp_path / "step_00000005" / "manifest.json").write_text('{"format_version": 1}')
+    with pytest.raises(UnreadableCheckpointError, match="ends before the last byte of x"):
+        CheckpointReader(parts[3].parent).read("x")
+    found, rejected = newest_that_verifies(tmp_path)
+    assert found.step == 1
+    reasons = {info.step: reason for info, reason in rejected}
+    assert "is damaged: no step, files, variables" in reasons[5]
+    assert "part-00000.safetensors cannot be read: No such file" in reasons[4]
+    assert "bytes, its manifest says" in reasons[3]
+    assert "has format_version 99, this tfbig reads 1" in reasons[2]
+    assert newest_that_verifies(tmp_path / "absent") == (None, [])
+
+
+def test_reading_what_is_not_there_says_what_is(tmp_path):
+    reader = CheckpointReader(save(tmp_path, 1, [whole("dense/kernel", matrix())]))
+    assert reader.has("dense/kernel") and not reader.has("dense/kernels")
+    with pytest.raises(UnreadableCheckpointError, match=r"Did you mean dense/kernel\?"):
+        reader.read("dense/kernels")
+    with pytest.raises(ValueError, match=r"dense/kernel: \[0:5, 0:6\] is not within shape"):
+        reader.read("dense/kernel", (0, 0), (5, 6))
+    with pytest.raises(UnreadableCheckpointError, match="not a complete checkpoint"):
+        CheckpointReader(tmp_path)
+
+
+def test_a_manifest_that_lost_a_slice_does_not_give_uninitialised_memory(tmp_path):
+    path = save(tmp_path, 1, [whole("x", matrix())])
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["variables"]["x"]["slices"] = []
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UnreadableCheckpointError, match="has 0 of the 24 elements"):
+        CheckpointReader(path).read("x")
+
+
+def test_only_complete_checkpoints_are_listed_and_leftovers_can_go(tmp_path):
+    assert list_checkpoints(tmp_path / "absent") == []
+    assert latest(tmp_path) is None
+    for step in (20, 100000000, 3):
+        save(tmp_path, step, [whole("x", matrix())])
+    CheckpointWriter(tmp_path, 1, 2).save(7, [whole("x", matrix())], RunState(), "crashed")
+    for name in ("step_9", "other", "step_00000040", "step_00000041"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_00000041" / "notes.txt").write_text("the user's")
+    (tmp_path / "step_00000050").write_text("a file")
+    assert [info.step for info in list_checkpoints(tmp_path)] == [3, 20, 100000000]
+    assert latest(tmp_path).path == tmp_path / "step_100000000"
+    assert latest(tmp_path).manifest["step"] == 100000000
+    removed = remove_leftovers(tmp_path)
+    assert sorted(path.name for path in removed) == ["step_00000007", "step_00000040"]
+    assert (tmp_path / "step_00000041" / "notes.txt").exists()
+    assert len(list_checkpoints(tmp_path)) == 3
+
+
+def steps(checkpoints_dir):
+    return [info.step for info in list_checkpoints(checkpoints_dir)]
+
+
+def save_many(checkpoints_dir):
+    losses = {10: 3.0, 20: 1.0, 30: math.nan, 40: 1.0, 50: 2.0, 60: 2.5}
+    for step, loss in losses.items():
+        save(checkpoints_dir, step, [whole("x", matrix())], metadata={"eval_loss": loss})
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ({"keep_last": 1}, [60]),
+        ({"keep_last": 2}, [50, 60]),
+        ({"keep_last": 9}, [10, 20, 30, 40, 50, 60]),
+        ({"keep_last": 1, "keep_every": 30}, [30, 60]),
+        ({"keep_last": 1, "keep_best": 1}, [20, 60]),
+        ({"keep_last": 1, "keep_best": 2}, [20, 40, 60]),
+        ({"keep_last": 1, "protect": [10]}, [10, 60]),
+    ],
+)
+def test_pruning_keeps_what_its_rules_say(tmp_path, rules, kept):
+    save_many(tmp_path)
+    deleted = prune(tmp_path, **rules)
+    assert steps(tmp_path) == kept
+    assert len(deleted) == 6 - len(kept)
+    assert not any(path.exists() for path in deleted)
+
+
+def test_nothing_is_pruned_before_the_newest_reads_back(tmp_path):
+    save_many(tmp_path)
+    file = tmp_path / "step_00000060" / "part-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UnreadableCheckpointError, match="step_00000060 is damaged"):
+        prune(tmp_path, keep_last=1)
+    assert steps(tmp_path) == [10, 20, 30, 40, 50, 60]
+
+
+def test_a_failed_save_leaves_nothing_after_the_next_one(tmp_path):
+    writer = CheckpointWriter(tmp_path)
+    with pytest.raises(CheckpointError):
+        writer.save(1, [part("x", matrix(), Rectangle((0, 0), (4, 5)))], RunState())
+    assert (tmp_path / "step_00000001").exists()
+    writer.save(2, [whole("x", matrix())], RunState())
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+def test_no_room_is_said_with_the_numbers(tmp_path):
+    assert free_disk_error(tmp_path / "not" / "yet", 1, margin_bytes=0) is None
+    error = free_disk_error(tmp_path, 2**60)
+    assert "needs 1073741824.00 GiB and a margin of 0.25 GiB" in error and "\n" not in error
+
+
+def test_resume_is_compared_field_by_field():
+    saved = {
+        "model": {"num_layers": 2, "dims": (1, 2), "dropout": 0.1, "old": 1},
+        "run": {"steps": 10},
+        "parallel": {"strategy": "single"},
+        "rules": {},
+    }
+    current = {
+        "model": {"num_layers": 3, "dims": [1, 2], "dropout": 0.1, "new": "a"},
+        "run": {"steps": 20},
+        "parallel": {"strategy": "horovod"},
+        "rules": {},
+    }
+    lines = compare_for_resume(
+        flatten_fields(saved), flatten_fields(current), {"run.steps", "parallel.*"}
+    )
+    assert lines == [
+        "model.num_layers: the checkpoint has 2, this run 3",
+        "model.old: the checkpoint has 1, this run no such field",
+        'model.new: the checkpoint has no such field, this run "a"',
+    ]
+    assert compare_for_resume(flatten_fields(saved), flatten_fields(saved), ()) == []
+
+
+def _save_steps(checkpoints_dir, rank, num_ranks):
+    """One rank's process: saves five steps and waits for each."""
+    writer = CheckpointWriter(checkpoints_dir, rank, num_ranks, timeout_seconds=60)
+    for step in range(1, 6):
+        array = matrix(step, (num_ranks * 100, 1000))
+        mine = Rectangle((rank * 100, 0), (100, 1000))
+        time.sleep(0.02 * ((rank + step) % 3))
+        writer.save(step, [part("x", array, mine)], RunState(consumed_samples=step), f"try {step}")
+        writer.wait_until_complete(step, f"try {step}")
+        assert latest(checkpoints_dir).step == step
+
+
+def test_ranks_in_real_processes_save_together(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_save_steps, args=(tmp_path, rank, 3)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=100)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    for info in list_checkpoints(tmp_path):
+        reader = CheckpointReader(info.path)
+        reader.verify()
+        np.testing.assert_array_equal(reader.read("x"), matrix(info.step, (300, 1000)))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_checkpoints_and_run_folders_need_no_tensorflow():
+    code = (
+        "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = None\n"
+        "import tfbig.checkpoint, tfbig.checkpoint_writer, tfbig.run_folder\n"
+    )
+    root = Path(__file__).resolve().parent.parent
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
