@@ -113,7 +113,8 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
         >>> encode_record({"step": 3, "loss": float("inf")})
         b'{"step":3,"loss":null,"nonfinite":{"loss":"inf"}}'
     """
-    plain = {name: value for name, value in record.items() if name != NONFINITE_FIELD}
+    assert NONFINITE_FIELD not in record, f"{NONFINITE_FIELD} is a name of this file's own"
+    plain = dict(record)
     # A field that isn't finite inside a nested one is named by its dotted path.
     nonfinite = dict(_nonfinite(plain, ""))
     if nonfinite:
