@@ -38,7 +38,7 @@ $(STAMP): setup.py tfbig/install_horovod.py tfbig/horovod_build.py tfbig/horovod
 	@{ $(BIN)/python -m pip --version; } >/dev/null 2>&1 || { \
 	  echo "make: making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "make: installing TensorFlow and the other packages into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --editable '.[cpu,test]'
+	@$(BIN)/python -m pip install -qq --editable '.[cpu,test]'
 	@$(BIN)/python -m tfbig.install_horovod
 	@touch $@
 

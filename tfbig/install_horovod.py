@@ -1,7 +1,10 @@
 """Downloads, edits, builds, installs and tests Horovod: `python -m tfbig.install_horovod`.
 
 Takes about two minutes on two cores the first time, then seconds: the wheel is kept in a cache.
-Build options are Horovod's own environment variables, e.g. HOROVOD_GPU_OPERATIONS=NCCL.
+Build options are Horovod's own environment variables, e.g. HOROVOD_GPU_OPERATIONS=NCCL with
+HOROVOD_CUDA_HOME, HOROVOD_NCCL_HOME and HOROVOD_BUILD_CUDA_CC_LIST=80,90. PyPI's NCCL
+(site-packages/nvidia/nccl) lacks the name that linkers look for: make a link lib/libnccl.so to
+libnccl.so.2 in it. HOROVOD_WITH_MPI=1 adds MPI.
 """
 
 import argparse
