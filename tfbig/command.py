@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,7 @@ from tfbig.errors import UserError
 EXIT_FAULT = 1  # ours or the machine's, with a traceback
 EXIT_USER_ERROR = 2  # a user's mistake, one line
 EXIT_SIGNAL = 143  # stopped by a signal after saving
+_OTHER_RANK_PATIENCE = 2.0  # seconds in which the launcher ends this rank for rank 0's error
 
 
 def launched_rank() -> int:
@@ -26,10 +28,11 @@ def quiet_tensorflow() -> None:
     A level that the user has set stays.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors still show
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 
-def run_command(name: str, body: Callable[[Sequence[str]], int | None], arguments: Sequence[str]):
+def run_command(
+    name: str, body: Callable[[Sequence[str]], int | None], arguments: Sequence[str]
+) -> None:
     """Runs an entry point's body and leaves the process with its exit code.
 
     Args:
@@ -37,22 +40,37 @@ def run_command(name: str, body: Callable[[Sequence[str]], int | None], argument
       body: takes the arguments, returns an exit code or None for 0.
       arguments: what follows the command's name.
 
-    A UserError becomes one line on standard error (on rank 0 alone) and exit code 2. Any other
-    exception keeps its traceback and becomes exit code 1.
+    A UserError becomes one line on standard error and exit code 2. Any other exception keeps its
+    traceback and becomes exit code 1.
     """
     quiet_tensorflow()
     try:
         code = body(arguments) or 0
     except UserError as error:
-        if launched_rank() == 0:
-            print(f"tfbig {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _say(name, str(error))
         code = EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print(f"tfbig {name}: interrupted", file=sys.stderr)
+        _say(name, "interrupted")
         code = 130
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
         code = EXIT_FAULT
+        if "Horovod has been shut down" in str(error):
+            print(
+                f"tfbig {name}: rank {launched_rank()} ends because another rank did.",
+                file=sys.stderr,
+            )
+        else:
+            traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     raise SystemExit(code)
+
+
+def _say(name: str, text: str) -> None:
+    """Prints an error as one line, once: by rank 0, or by a rank that fails alone."""
+    rank = launched_rank()
+    where = ""
+    if rank > 0:
+        time.sleep(_OTHER_RANK_PATIENCE)  # rank 0 says the same, and the launcher ends this one
+        where = f"rank {rank}: "
+    print(f"tfbig {name}: error: {where}{' '.join(text.split())}", file=sys.stderr, flush=True)

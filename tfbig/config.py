@@ -6,7 +6,7 @@ the same name (tfbig/flags.py makes the flags). Field names are unique over all 
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from tfbig.errors import UserError
 
@@ -117,6 +117,10 @@ class ParallelConfig:
     """Stages the blocks are cut into."""
     tensor_parallel_degree: int = 1
     """Devices that share each layer."""
+    placement_strategy: str = "cluster"
+    """cluster (DPT), spread (TPD) or a permutation of D, P, T; the last letter's ranks are near."""
+    pipeline: Literal["1f1b", "simple", "interleaved"] = "1f1b"
+    """Order of the microbatches' passes; simple is GPipe's."""
     gradient_reduction: Literal["auto", "tape", "buckets"] = "auto"
     """Horovod's DistributedGradientTape or our flat buckets; auto takes tape where it can."""
     bucket_megabytes: int = 32
@@ -199,6 +203,10 @@ class EvaluateConfig:
     """Step of the checkpoint; -1 means the newest."""
     split: str = "validation"
     """Split of the data folder to evaluate on."""
+    data: str = ""
+    """Prepared data folder; empty means the run's own."""
+    eval_batch: int = 32
+    """Sequences per evaluation step over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +268,16 @@ def replace_fields(config: Config, values: dict[str, object]) -> Config:
     if remaining:
         raise UserError(f"no such option: {', '.join(sorted(remaining))}")
     return Config(**sections)
+
+
+def section_values(section: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of `values` that are fields of one config dataclass.
+
+    >>> section_values(GenerateConfig, {"run": "runs/a", "strategy": "single"})
+    {'run': 'runs/a'}
+    """
+    names = {item.name for item in dataclasses.fields(section)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def to_dict(config: object) -> dict[str, dict[str, object]]:

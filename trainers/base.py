@@ -1,7 +1,7 @@
 """The contract between a strategy and the training loop, which uses nothing else of a trainer."""
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -163,9 +163,13 @@ class Trainer(abc.ABC):
           (logits (B, V) float32 after each row's last token, cache).
         """
 
-    def timings(self) -> dict[str, float]:
-        """Returns seconds that the last step's collectives were in flight, by mesh axis."""
-        return {}
+    def timings(self) -> Callable[[], dict[str, float]]:
+        """Returns a function that gives the last step's communication, without waiting for it now.
+
+        The function gives, by mesh axis, the seconds in which a collective was in flight. It is
+        called after the step's result has been read, perhaps when another step has begun.
+        """
+        return dict
 
     def rejoin(self, step: int, consumed_samples: int) -> tuple[int, int]:
         """Restarts the engine after WorldChanged; returns the survivors' (step, samples)."""

@@ -39,6 +39,4 @@ def unflatten(
 ) -> dict[str, tf.Tensor]:
     """Returns the tensors, by path, that `flatten` joined."""
     parts = tf.split(flat, [shapes[path].num_elements() for path in paths])
-    return {
-        path: tf.reshape(part, shapes[path]) for path, part in zip(paths, parts, strict=True)
-    }
+    return {path: tf.reshape(part, shapes[path]) for path, part in zip(paths, parts, strict=True)}

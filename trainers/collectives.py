@@ -115,9 +115,7 @@ class Group:
         )
         return tf.cast(reduced, tensor.dtype)
 
-    def reduce_scatter(
-        self, tensor: tf.Tensor, name: str, clock: Clock | None = None
-    ) -> tf.Tensor:
+    def reduce_scatter(self, tensor: tf.Tensor, name: str, clock: Clock | None = None) -> tf.Tensor:
         """Returns this rank's share, along the first dim, of the sum over the group.
 
         Args:
@@ -322,9 +320,7 @@ def distributed_tape(tape: tf.GradientTape, clock: Clock | None = None) -> tf.Gr
       tape: the recording tape.
       clock: notes the time in flight, for the axis "data".
     """
-    wrapped = hvd.DistributedGradientTape(
-        tape, op=hvd.Sum, sparse_as_dense=True, num_groups=1
-    )
+    wrapped = hvd.DistributedGradientTape(tape, op=hvd.Sum, sparse_as_dense=True, num_groups=1)
     if clock is not None and hvd.size() > 1:
         reduce = wrapped._allreduce_grads  # of the pinned release
 

@@ -85,9 +85,7 @@ def batch_gradients(
     def body(index, loss_sum, totals, rows):
         gradients, sums = one(microbatch(batch, index, num_microbatches), lambda tape: tape)
         totals = [total + gradient for total, gradient in zip(totals, gradients, strict=True)]
-        rows = tuple(
-            array.write(index, part) for array, part in zip(rows, sums[1:], strict=True)
-        )
+        rows = tuple(array.write(index, part) for array, part in zip(rows, sums[1:], strict=True))
         return index + 1, loss_sum + sums.loss_sum, totals, rows
 
     _, loss_sum, totals, rows = tf.while_loop(

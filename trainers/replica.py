@@ -1,7 +1,7 @@
 """What strategies share in which every process holds the whole model."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -105,7 +105,9 @@ class ReplicaTrainer(Trainer):
         return missing
 
     def new_cache(self, num_rows: int, max_length: int) -> TokenHistory:
-        return TokenHistory(tf.zeros([num_rows, max_length], tf.int32), tf.zeros([num_rows], tf.int32))
+        return TokenHistory(
+            tf.zeros([num_rows, max_length], tf.int32), tf.zeros([num_rows], tf.int32)
+        )
 
     def decode_step(
         self,
@@ -124,8 +126,9 @@ class ReplicaTrainer(Trainer):
         )
         return logits.numpy(), cache
 
-    def timings(self) -> dict[str, float]:
-        return {axis: seconds_in_flight(x.numpy()) for axis, x in self._intervals.items()}
+    def timings(self) -> Callable[[], dict[str, float]]:
+        intervals = self._intervals
+        return lambda: {axis: seconds_in_flight(x.numpy()) for axis, x in intervals.items()}
 
     # Graphs.
 
@@ -214,5 +217,3 @@ class ReplicaTrainer(Trainer):
         known = tf.range(logits.shape[-1]) < self._vocab_size
         logits = tf.where(known, tf.cast(logits, tf.float32), -np.inf)
         return logits, TokenHistory(history, length)
-
-

@@ -9,6 +9,7 @@ a fault that is put in on purpose.
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ quiet_tensorflow()
 import tensorflow as tf  # noqa: E402
 
 import trainers  # noqa: E402
+from tfbig.checkpoint_format import Slice  # noqa: E402
 from tfbig.config import Config, ModelConfig, replace_fields  # noqa: E402
 from trainers.collectives import Clock  # noqa: E402
 
@@ -29,7 +31,12 @@ GLOBAL_BATCH, LENGTH, NUM_SOURCES = 12, 16, 3
 
 def make_config(case: dict) -> Config:
     config = Config(model=ModelConfig(**(MODEL | case.get("model", {}))))
-    fields = {"global_batch": GLOBAL_BATCH, "warmup_steps": 0, "schedule": "constant"}
+    fields = {
+        "sequence_length": LENGTH,
+        "global_batch": GLOBAL_BATCH,
+        "warmup_steps": 0,
+        "schedule": "constant",
+    }
     return replace_fields(config, fields | case["fields"])
 
 
@@ -55,9 +62,9 @@ def local_batch(trainer, step: int) -> dict[str, tf.Tensor]:
 def break_on_purpose(trainer, fault: str) -> None:
     """Puts a fault in that the comparison must find."""
     if fault == "missing_allreduce":
-        trainer._gradients = lambda batch, step, clock: super(
-            type(trainer), trainer
-        )._gradients(batch, step, clock)
+        trainer._gradients = lambda batch, step, clock: super(type(trainer), trainer)._gradients(
+            batch, step, clock
+        )
     elif fault == "mean_of_means":
         plain = trainer._gradients
 
@@ -70,20 +77,15 @@ def break_on_purpose(trainer, fault: str) -> None:
         raise ValueError(fault)
 
 
-def run_case(case: dict) -> dict[str, np.ndarray]:
+def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
     config = make_config(case)
     trainer = trainers.trainer_class(config.parallel.strategy)(config)
     trainer.build(num_sources=NUM_SOURCES)
     break_on_purpose(trainer, case.get("break", ""))
     saw: dict[str, np.ndarray] = {"size": np.array(trainer.size)}
 
-    @tf.function
-    def first_gradients(batch):
-        gradients, _ = trainer._gradients(batch, tf.constant(0, tf.int64), Clock())
-        return gradients
-
-    for path, gradient in first_gradients(local_batch(trainer, 0)).items():
-        saw[f"gradient/{path}"] = gradient.numpy()
+    gradients = gather(trainer, output, first_gradients(trainer))
+    saw |= {f"gradient/{path}": value for path, value in gradients.items()}
     losses, signals = [], []
     for step in range(case.get("steps", 3)):
         result = trainer.train_step(
@@ -94,23 +96,14 @@ def run_case(case: dict) -> dict[str, np.ndarray]:
         saw[f"sources/{step}"] = np.stack([result.source_loss_sum, result.source_num_tokens])
         assert bool(result.applied)
     saw["losses"], saw["signals"] = np.array(losses), np.array(signals)
-    for part in trainer.state_slices():
-        saw[f"state/{part.path}"] = np.asarray(part.array)
-    graph = trainer._train.get_concrete_function(
-        local_batch(trainer, 0),
-        tf.TensorSpec([], tf.int64),
-        tf.TensorSpec([], tf.float32),
-        tf.TensorSpec([], tf.float32),
-        tf.TensorSpec([], tf.int32),
-    ).graph
-    kinds = sorted({op.type for op in graph.get_operations() if op.type.startswith("Horovod")})
-    saw["operations"] = np.array(kinds or ["none"])
+    state = gather(trainer, output, trainer.state_slices())
+    saw |= {f"state/{path}": value for path, value in state.items()}
+    if config.parallel.strategy != "pipeline":
+        saw["operations"] = operations(trainer)
     saw["in_flight"] = np.array(sum(trainer.timings().values()))
-    saw["evaluation"] = np.stack(trainer.evaluate_step(local_batch(trainer, 7)))
-    # What every rank holds: the spread over ranks of a weighted sum of all weights.
-    total = sum(float(tf.reduce_sum(tf.abs(v))) for v in trainer._variables.values())
-    quantised = int(total * 1e4)
-    saw["spread"] = np.array(trainer.agree(quantised, "max") - trainer.agree(quantised, "min"))
+    if config.parallel.strategy != "pipeline":
+        saw["evaluation"] = np.stack(trainer.evaluate_step(local_batch(trainer, 7)))
+        saw["spread"] = spread(trainer)
     saw["ranks"] = np.array(trainer.agree(10**trainer.rank, "sum"))
     trainer.barrier(60)
     if trainer.rank == 0:
@@ -119,10 +112,75 @@ def run_case(case: dict) -> dict[str, np.ndarray]:
     return saw if trainer.rank == 0 else {}
 
 
+def first_gradients(trainer) -> list[Slice]:
+    """Returns this rank's slices of the first step's reduced gradients."""
+    if hasattr(trainer, "gradient_slices"):
+        return trainer.gradient_slices(local_batch(trainer, 0), 0)
+
+    @tf.function
+    def run(batch):
+        return trainer._gradients(batch, tf.constant(0, tf.int64), Clock())[0]
+
+    gradients = run(local_batch(trainer, 0))
+    return [
+        Slice(path, tuple(g.shape), (0,) * len(g.shape), g, trainer.rank == 0)
+        for path, g in gradients.items()
+    ]
+
+
+def gather(trainer, folder: Path, slices: Iterable[Slice]) -> dict[str, np.ndarray]:
+    """Returns, on rank 0, whole tensors by path; the writers' slices must tile each exactly once."""
+    written, whole = {}, {}
+    for part in slices:
+        if part.is_writer:
+            key = json.dumps([part.path, part.global_shape, part.start])
+            written[key] = np.asarray(part.array)
+    np.savez(folder / f"gather_{trainer.rank}.npz", **written)
+    trainer.barrier(60)
+    if trainer.rank == 0:
+        times_written = {}
+        for rank in range(trainer.size):
+            with np.load(folder / f"gather_{rank}.npz") as file:
+                for key in file:
+                    path, shape, start = json.loads(key)
+                    full = whole.setdefault(path, np.zeros(shape, file[key].dtype))
+                    count = times_written.setdefault(path, np.zeros(shape, int))
+                    part = tuple(
+                        slice(first, first + length)
+                        for first, length in zip(start, file[key].shape, strict=True)
+                    )
+                    full[part] = file[key]
+                    count[part] += 1
+        wrong = {path for path, count in times_written.items() if np.any(count != 1)}
+        assert not wrong, f"not written exactly once: {wrong}"
+    trainer.barrier(60)
+    return whole
+
+
+def operations(trainer) -> np.ndarray:
+    """Returns which kinds of collectives the training step's graph has."""
+    graph = trainer._train.get_concrete_function(
+        local_batch(trainer, 0),
+        tf.TensorSpec([], tf.int64),
+        tf.TensorSpec([], tf.float32),
+        tf.TensorSpec([], tf.float32),
+        tf.TensorSpec([], tf.int32),
+    ).graph
+    kinds = sorted({op.type for op in graph.get_operations() if op.type.startswith("Horovod")})
+    return np.array(kinds or ["none"])
+
+
+def spread(trainer) -> np.ndarray:
+    """Returns how far ranks differ in a sum over all weights, which must be nothing."""
+    total = sum(float(tf.reduce_sum(tf.abs(v))) for v in trainer._variables.values())
+    quantised = int(total * 1e4)
+    return np.array(trainer.agree(quantised, "max") - trainer.agree(quantised, "min"))
+
+
 def main() -> None:
     output, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     for case in cases:
-        saw = run_case(case)
+        saw = run_case(case, output)
         if saw:
             np.savez(output / f"{case['name']}.npz", **saw)
 

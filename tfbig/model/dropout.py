@@ -56,9 +56,9 @@ def keep_mask(keys: tf.Tensor, element_index: tf.Tensor, rate: float) -> tf.Tens
     bits = _mix(_mix(element_index)[tf.newaxis] + keys)
     bits = _mix(bits ^ (keys * tf.constant(_GOLDEN, tf.uint32)))
     # Signed comparison of the shifted value: kernels for it exist on every device.
-    return tf.cast(tf.bitwise.right_shift(bits, tf.constant(1, tf.uint32)), tf.int32) >= tf.constant(
-        int(rate * (1 << 31)), tf.int32
-    )
+    return tf.cast(
+        tf.bitwise.right_shift(bits, tf.constant(1, tf.uint32)), tf.int32
+    ) >= tf.constant(int(rate * (1 << 31)), tf.int32)
 
 
 def dropout(x: tf.Tensor, keys: tf.Tensor, rate: float) -> tf.Tensor:

@@ -1,0 +1,36 @@
+"""Loss, perplexity, bits per byte and accuracy over a whole split, on all ranks together."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+
+def evaluate(trainer: Any, batches: Iterable[Any], num_bytes: int) -> dict[str, float]:
+    """Returns the measures of a split; every rank calls this and gets the same numbers.
+
+    Args:
+      trainer: built, of any strategy.
+      batches: this process's slices of the split's global batches; rows that fill the last one up
+        have no valid token.
+      num_bytes: of text that the split's labels stand for; 0 leaves bits per byte out.
+
+    Returns:
+      loss (mean over tokens, nats), perplexity, accuracy (of the most likely next token),
+      num_tokens, and bits_per_byte.
+    """
+    totals = np.zeros(3)  # loss_sum, num_tokens, num_correct
+    for batch in batches:
+        totals += [np.sum(rows, dtype=np.float64) for rows in trainer.evaluate_step(batch)]
+    loss_sum, num_tokens, num_correct = (float(total) for total in totals)
+    loss = loss_sum / num_tokens if num_tokens else math.nan
+    measures = {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "accuracy": num_correct / num_tokens if num_tokens else math.nan,
+        "num_tokens": num_tokens,
+    }
+    if num_bytes:
+        measures["bits_per_byte"] = loss_sum / math.log(2) / num_bytes
+    return measures

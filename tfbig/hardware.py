@@ -1,0 +1,56 @@
+"""What this machine could do at best: the peak that MFU divides by, and memory used."""
+
+import resource
+import sys
+import time
+
+import tensorflow as tf
+
+# Dense bf16 and fp32 (TF32 where there is one) peaks in FLOP/s, from the makers' data sheets.
+_GPU_PEAKS = {
+    "H200": (989e12, 494e12),
+    "H100": (989e12, 494e12),
+    "A100": (312e12, 156e12),
+    "V100": (125e12, 15.7e12),
+    "L4": (121e12, 60e12),
+    "T4": (65e12, 8.1e12),
+    "A10": (125e12, 62e12),
+}
+
+
+def peak_flops(precision: str) -> tuple[float, str]:
+    """Returns (FLOP/s, where the number comes from) of the device this process uses.
+
+    A GPU's peak is its data sheet's; a CPU's is measured, as the best of a few large matrix
+    products on the threads this process has.
+
+    Args:
+      precision: "float32" or "bfloat16".
+    """
+    for gpu in tf.config.get_visible_devices("GPU"):
+        name = tf.config.experimental.get_device_details(gpu).get("device_name", "")
+        for model, (bfloat16, float32) in _GPU_PEAKS.items():
+            if model in name:
+                return (bfloat16 if precision == "bfloat16" else float32), f"data sheet of {name}"
+        return 0.0, f"unknown for {name}"
+    return _measured_peak(tf.as_dtype(precision)), "measured matrix product"
+
+
+def _measured_peak(dtype: tf.DType, size: int = 1024, repeats: int = 6) -> float:
+    left = tf.cast(tf.random.stateless_normal([size, size], [1, 2]), dtype)
+    product = tf.function(lambda a, b: tf.reduce_max(tf.matmul(a, b)))
+    product(left, left)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product(left, left).numpy()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def peak_memory_bytes() -> int:
+    """Returns the most memory this process has used: of its GPU if it has one, else resident."""
+    if tf.config.get_visible_devices("GPU"):
+        return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

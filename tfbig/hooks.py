@@ -1,0 +1,165 @@
+"""What watches a run: records on disk, TensorBoard, the progress line. Only rank 0 has them."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from tfbig.config import Config
+from tfbig.loop import Hook, Progress
+from tfbig.run_folder import RunFolder
+
+
+class RecordHook(Hook):
+    """Appends to metrics.jsonl and events.jsonl.
+
+    Args:
+      folder: the run's.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._metrics, self._events = folder.open_metrics(), folder.open_events()
+        self._is_first = True
+
+    def on_start(self, progress: Progress, resumed: bool) -> None:
+        reason = f"resumed at step {progress.step}" if resumed else "new run"
+        self._events.write_event("start", reason, step=progress.step)
+
+    def on_compiled(self, seconds: float) -> None:
+        self._events.write_event("compile", "first call of the step", seconds=seconds)
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        self._metrics.write(record)
+        if self._is_first:
+            self._events.write_event("first_step", "its result is read", step=record["step"])
+            self._is_first = False
+
+    def on_evaluation(self, record: dict[str, Any]) -> None:
+        self._metrics.write(record)
+        self._events.write_event(
+            "evaluation", "due", step=record["step"], seconds=record["seconds"]
+        )
+
+    def on_checkpoint(self, step: int, seconds: float) -> None:
+        self._events.write_event("checkpoint", "saved", step=step, seconds=seconds)
+
+    def on_stop(self, progress: Progress, reason: str) -> None:
+        if reason == "signal":
+            self._events.write_event("signal", "a rank was told to stop", step=progress.step)
+        self._events.write_event("stop", reason, step=progress.step)
+        self._metrics.close()
+        self._events.close()
+
+
+class TensorBoardHook(Hook):
+    """Writes scalars for TensorBoard.
+
+    Args:
+      folder: the run's.
+    """
+
+    _SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "step_seconds")
+
+    def __init__(self, folder: RunFolder) -> None:
+        import tensorflow as tf
+
+        self._summary = tf.summary
+        self._writer = tf.summary.create_file_writer(str(folder.tensorboard_dir))
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        self._write("train", {name: record[name] for name in self._SCALARS}, record["step"])
+
+    def on_evaluation(self, record: dict[str, Any]) -> None:
+        names = ("loss", "perplexity", "bits_per_byte", "accuracy")
+        self._write("validation", {n: record[n] for n in names if n in record}, record["step"])
+
+    def on_checkpoint(self, step: int, seconds: float) -> None:
+        self._writer.flush()
+
+    def on_stop(self, progress: Progress, reason: str) -> None:
+        self._writer.close()
+
+    def _write(self, prefix: str, scalars: Mapping[str, float | None], step: int) -> None:
+        with self._writer.as_default(step=step):
+            for name, value in scalars.items():
+                if value is not None:
+                    self._summary.scalar(f"{prefix}/{name}", value)
+
+
+class ProgressHook(Hook):
+    """Shows how far the run is: a live line on a terminal, plain lines elsewhere.
+
+    Args:
+      config: the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._recent: list[float] = []
+
+    def on_start(self, progress: Progress, resumed: bool) -> None:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        self._recent = [*self._recent[-19:], record["step_seconds"]]
+        line = self._line(record)
+        every = self._config.run.log_every
+        if self._live is not None:
+            self._live.update(Text(line))
+        if record["step"] % every == 0 or record["step"] == 1 or not record["applied"]:
+            self._console.print(line)
+
+    def on_evaluation(self, record: dict[str, Any]) -> None:
+        parts = [
+            f"step {record['step']:>6}  validation loss {record['loss']:.4f}",
+            f"perplexity {record['perplexity']:.2f}",
+            f"accuracy {record['accuracy']:.4f}",
+        ]
+        if "bits_per_byte" in record:
+            parts.append(f"bits per byte {record['bits_per_byte']:.4f}")
+        self._console.print("  ".join(parts))
+
+    def on_checkpoint(self, step: int, seconds: float) -> None:
+        self._console.print(f"step {step:>6}  checkpoint saved in {seconds:.1f} s")
+
+    def on_stop(self, progress: Progress, reason: str) -> None:
+        if self._live is not None:
+            self._live.stop()
+        text = "finished" if reason == "done" else "stopped by a signal, saved"
+        self._console.print(f"step {progress.step:>6}  {text}")
+
+    def _line(self, record: dict[str, Any]) -> str:
+        # The first step's time is mostly tracing; the median forgets it.
+        seconds = sorted(self._recent)[len(self._recent) // 2]
+        left = seconds * (self._config.run.steps - record["step"])
+        parts = [
+            f"step {record['step']:>6}/{self._config.run.steps}  loss {record['loss']:.4f}",
+            f"{record['tokens_per_second']:,.0f} tokens/s",
+        ]
+        if record["mfu"] is not None:
+            parts.append(f"MFU {record['mfu']:.1%} of {record['peak_flops'] / 1e9:,.0f} GFLOP/s")
+        parts.append(f"{_clock(left)} left")
+        if not record["applied"]:
+            parts.append("UPDATE SKIPPED")
+        return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def main_rank_hooks(config: Config, folder: RunFolder) -> list[Hook]:
+    """Returns the hooks of rank 0: records on disk first, the screen last."""
+    hooks: list[Hook] = [RecordHook(folder)]
+    if config.run.tensorboard:
+        hooks.append(TensorBoardHook(folder))
+    return [*hooks, ProgressHook(config)]

@@ -1,0 +1,106 @@
+"""One training step as a record of metrics.jsonl. TensorFlow-free."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tfbig.config import Config, flops_per_token
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What turns a step's seconds into rates.
+
+    Args:
+      tokens_per_step: positions that all ranks compute in one step.
+      flops_per_token: model FLOPs, forward and backward.
+      peak_flops: of all devices together, FLOP/s; 0 if unknown.
+    """
+
+    tokens_per_step: int
+    flops_per_token: float
+    peak_flops: float
+
+    @classmethod
+    def of(cls, config: Config, peak_flops: float) -> "Throughput":
+        """Returns the rates' constants of a run."""
+        length = config.data.sequence_length
+        return cls(
+            config.run.global_batch * length, flops_per_token(config.model, length), peak_flops
+        )
+
+    def model_flops_utilisation(self, seconds: float) -> float | None:
+        """Returns MFU as PaLM defines it (arXiv 2204.02311), or None where the peak is unknown."""
+        if not self.peak_flops or seconds <= 0:
+            return None
+        return self.tokens_per_step * self.flops_per_token / seconds / self.peak_flops
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step, on this rank.
+
+    Args:
+      step: wall time.
+      data_wait: waiting for the batch.
+      communication: by mesh axis, seconds in which a collective was in flight; these overlap with
+        compute where the engine allows.
+    """
+
+    step: float
+    data_wait: float
+    communication: Mapping[str, float]
+
+
+def train_record(
+    step: int,
+    consumed_samples: int,
+    learning_rate: float,
+    result: Any,
+    times: StepTimes,
+    throughput: Throughput,
+    peak_memory_bytes: int,
+) -> dict[str, Any]:
+    """Returns the record of one optimizer update.
+
+    Args:
+      step: updates made, this one included.
+      consumed_samples: of the stream, this step's included.
+      learning_rate: of this step.
+      result: the trainer's StepResult.
+      times: of this step.
+      throughput: the run's constants.
+      peak_memory_bytes: of this rank so far.
+    """
+    num_tokens = float(result.num_tokens)
+    source_tokens = np.asarray(result.source_num_tokens)
+    source_loss = np.asarray(result.source_loss_sum) / np.maximum(source_tokens, 1)
+    utilisation = throughput.model_flops_utilisation(times.step)
+    communication = sum(times.communication.values())
+    return {
+        "kind": "train",
+        "step": step,
+        "time": time.time(),
+        "consumed_samples": consumed_samples,
+        "loss": float(result.loss_sum) / num_tokens if num_tokens else float("nan"),
+        "num_tokens": num_tokens,
+        "source_loss": source_loss.tolist(),
+        "source_num_tokens": source_tokens.tolist(),
+        "learning_rate": learning_rate,
+        "grad_norm": float(result.grad_norm),
+        "loss_scale": float(result.loss_scale),
+        "applied": bool(result.applied),
+        "tokens_per_second": throughput.tokens_per_step / times.step if times.step else 0.0,
+        "step_seconds": times.step,
+        "data_wait_seconds": times.data_wait,
+        "compute_seconds": max(0.0, times.step - times.data_wait - communication),
+        "communication_seconds": dict(times.communication),
+        "slowest_rank": None,
+        "mfu": utilisation,
+        "hfu": utilisation,  # the same until activations are recomputed
+        "peak_flops": throughput.peak_flops,
+        "peak_memory_bytes": peak_memory_bytes,
+    }

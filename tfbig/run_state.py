@@ -1,0 +1,197 @@
+"""Saving a run's state and finding it again: what a checkpoint says besides the variables."""
+
+import time
+import uuid
+from typing import Any
+
+import numpy as np
+
+from tfbig.checkpoint import (
+    compare_for_resume,
+    flatten_fields,
+    free_disk_error,
+    list_checkpoints,
+    newest_that_verifies,
+    prune,
+    remove_leftovers,
+)
+from tfbig.checkpoint_format import RunState, num_bytes_to_write
+from tfbig.checkpoint_reader import CheckpointReader
+from tfbig.checkpoint_writer import CheckpointWriter
+from tfbig.config import Config, to_dict
+from tfbig.errors import UserError
+from tfbig.loop import Progress
+from tfbig.run_folder import RunFolder
+
+# A resume may change how a run is executed, how long it is and what is logged; the rest is the
+# run's identity.
+MAY_DIFFER = (
+    "parallel.*",
+    "run.preset",
+    "run.run_dir",
+    "run.steps",
+    "run.eval_every",
+    "run.checkpoint_every",
+    "run.keep_last",
+    "run.keep_best",
+    "run.log_every",
+    "run.tensorboard",
+    "run.max_loss",
+    "run.restart",
+    "run.init_from",
+    "data.data",
+    "data.source",
+)
+# Of the parallel section, what the numbers depend on must match all the same.
+MUST_MATCH = ("parallel.precision",)
+SAVE_TIMEOUT = 1800.0  # seconds that rank 0 waits for the other ranks' parts
+
+
+def identity(config: Config, data_identity: dict[str, Any]) -> dict[str, Any]:
+    """Returns, flat, what must not change between a save and a resume.
+
+    Args:
+      config: the run.
+      data_identity: manifest and tokenizer hashes.
+    """
+    flat = flatten_fields(to_dict(config)) | flatten_fields({"data": data_identity})
+    return {
+        name: value for name, value in flat.items() if name in MUST_MATCH or not _may_differ(name)
+    }
+
+
+def _may_differ(name: str) -> bool:
+    section = name.partition(".")[0]
+    return name in MAY_DIFFER or f"{section}.*" in MAY_DIFFER
+
+
+class StateKeeper:
+    """Saves and finds the checkpoints of one run.
+
+    Args:
+      config: the run.
+      folder: its folder.
+      trainer: built before `save` or `load`.
+      data_identity: what names the data: manifest and tokenizer hashes.
+    """
+
+    def __init__(
+        self, config: Config, folder: RunFolder, trainer: Any, data_identity: dict[str, Any]
+    ) -> None:
+        self._config, self._folder, self._trainer = config, folder, trainer
+        self._data_identity = data_identity
+        self._writer = CheckpointWriter(
+            folder.checkpoints_dir, trainer.rank, trainer.size, SAVE_TIMEOUT
+        )
+
+    def find(self) -> tuple[CheckpointReader | None, list[str]]:
+        """Returns the newest checkpoint that is intact, and a line for each newer one that isn't.
+
+        Rank 0 looks and clears what interrupted saves left; the others take its answer.
+
+        Raises:
+          UserError: there are checkpoints but none is intact, or the newest belongs to a run with
+            another identity.
+        """
+        step, notes = -1, []
+        if self._trainer.rank == 0:
+            remove_leftovers(self._folder.checkpoints_dir)
+            info, rejected = newest_that_verifies(self._folder.checkpoints_dir)
+            notes = [f"step {bad.step} is damaged: {why}" for bad, why in rejected]
+            if info is None and rejected:
+                raise UserError(
+                    f"no checkpoint is intact: {notes[0]}. Use --restart to start anew."
+                )
+            step = -1 if info is None else info.step
+        step = int(self._trainer.broadcast(np.array([step], np.int64))[0])
+        if step < 0:
+            return None, notes
+        reader = self._reader_of(step)
+        self._check_identity(reader)
+        return reader, notes
+
+    def _reader_of(self, step: int) -> CheckpointReader:
+        for info in list_checkpoints(self._folder.checkpoints_dir):
+            if info.step == step:
+                return CheckpointReader(info.path)
+        raise UserError(
+            f"rank {self._trainer.rank} does not see step {step} in "
+            f"{self._folder.checkpoints_dir}: --run_dir must be on a file system that all hosts "
+            "share."
+        )
+
+    def _check_identity(self, reader: CheckpointReader) -> None:
+        saved = reader.manifest["metadata"].get("identity", {})
+        lines = compare_for_resume(saved, identity(self._config, self._data_identity), ())
+        if lines:
+            raise UserError(
+                f"cannot resume {self._folder.path}: {'; '.join(lines)}. Use the run's own "
+                "values, another --run_dir, or --restart."
+            )
+
+    def load(self, reader: CheckpointReader) -> Progress:
+        """Fills the trainer from a checkpoint and returns where it stood."""
+        self._trainer.load_state(reader)
+        return Progress(reader.step, reader.manifest["consumed_samples"])
+
+    def save(self, progress: Progress, metadata: dict[str, Any]) -> None:
+        """Writes a checkpoint, together with all other ranks, then deletes old ones.
+
+        Raises:
+          UserError: there is no room for it.
+        """
+        slices = list(self._trainer.state_slices())
+        num_bytes = num_bytes_to_write(slices)
+        error = free_disk_error(self._folder.checkpoints_dir, num_bytes)
+        if error:
+            raise UserError(error)
+        token = uuid.uuid4().int & (2**62 - 1)
+        attempt = str(int(self._trainer.broadcast(np.array([token], np.int64))[0]))
+        config = self._config
+        state = RunState(
+            consumed_samples=progress.consumed_samples,
+            seeds={"run": config.run.seed},
+            loss_scale=None,
+            config=to_dict(config),
+            tokenizer_sha256=self._data_identity.get("tokenizer_sha256"),
+            data=self._data_identity,
+            metadata={**metadata, "identity": identity(config, self._data_identity)},
+        )
+        self._writer.save(progress.step, slices, state, attempt)
+        self._writer.wait_until_complete(progress.step, attempt)
+        if self._trainer.rank == 0:
+            prune(
+                self._folder.checkpoints_dir,
+                keep_last=config.run.keep_last,
+                keep_best=int(config.run.keep_best),
+            )
+
+
+def check_shared(folder: RunFolder, trainer: Any, patience: float = 5.0) -> None:
+    """Checks that all ranks see the run folder that rank 0 made.
+
+    Args:
+      folder: created by rank 0.
+      trainer: its `rank`, `agree` and `broadcast` are used.
+      patience: seconds to wait for a network file system to show a new file.
+
+    Raises:
+      UserError: on every rank, when one doesn't see what rank 0 wrote.
+    """
+    token = int(trainer.broadcast(np.array([uuid.uuid4().int & (2**62 - 1)], np.int64))[0])
+    probe = folder.path / f".shared-{token}"
+    if trainer.rank == 0:
+        probe.touch()
+    trainer.agree(0, "max")  # rank 0 has written it
+    deadline = time.monotonic() + patience
+    while not probe.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = -1 if probe.exists() else trainer.rank
+    blind = trainer.agree(blind, "max")
+    if trainer.rank == 0:
+        probe.unlink()
+    if blind >= 0:
+        raise UserError(
+            f"rank {blind} does not see {folder.path}, which rank 0 made: --run_dir must be on a "
+            "file system that all hosts share."
+        )

@@ -1,0 +1,74 @@
+"""A run folder as its readers see it: evaluate, generate and what serves or exports it."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfbig.checkpoint import list_checkpoints
+from tfbig.checkpoint_reader import CheckpointReader
+from tfbig.config import Config, ParallelConfig, from_dict
+from tfbig.errors import UserError
+from tfbig.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """One checkpoint of a run.
+
+    Attributes:
+      folder: the run's.
+      config: what it was trained with.
+      reader: of the checkpoint.
+    """
+
+    folder: RunFolder
+    config: Config
+    reader: CheckpointReader
+
+    @classmethod
+    def open(cls, run: str, step: int = -1) -> "SavedRun":
+        """Returns a checkpoint of a run folder.
+
+        Args:
+          run: the run folder.
+          step: of the checkpoint; -1 means the newest.
+
+        Raises:
+          UserError: no such run, or no such checkpoint in it.
+        """
+        if not run:
+            raise UserError("--run is missing: name a run folder, e.g. --run=runs/gpt_tiny.")
+        if not Path(run).is_dir():
+            raise UserError(f"--run={run} is not a folder.")
+        folder = RunFolder(run)
+        config = from_dict(folder.read_config()["config"])
+        found = {info.step: info for info in list_checkpoints(folder.checkpoints_dir)}
+        if not found:
+            raise UserError(f"{run} has no complete checkpoint yet.")
+        step = max(found) if step == -1 else step
+        if step not in found:
+            steps = ", ".join(str(number) for number in sorted(found))
+            raise UserError(f"{run} has no checkpoint of step {step}; it has {steps}.")
+        return cls(folder, config, CheckpointReader(found[step].path))
+
+    @property
+    def step(self) -> int:
+        """Of the checkpoint."""
+        return self.reader.step
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The run's own copy of its tokenizer."""
+        return self.folder.path / "tokenizer.json"
+
+    def with_parallel(self, values: dict[str, Any]) -> Config:
+        """Returns the run's configuration on another layout.
+
+        Args:
+          values: fields of ParallelConfig; the others take their defaults, except for the
+            precision, which is the run's.
+        """
+        precision = self.config.parallel.precision
+        parallel = ParallelConfig(**({"precision": precision} | values))
+        return dataclasses.replace(self.config, parallel=parallel)

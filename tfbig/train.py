@@ -1,0 +1,242 @@
+"""Trains a GPT: `python -m tfbig.train --strategy=horovod`, alone or under horovodrun."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tfbig import presets
+from tfbig.command import EXIT_SIGNAL, run_command
+from tfbig.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrepareConfig,
+    RunConfig,
+    count_parameters,
+    replace_fields,
+    to_dict,
+)
+from tfbig.errors import UserError
+from tfbig.flags import Flags
+from tfbig.run_folder import RunFolder, archive_for_restart
+from tfbig.validation import validate
+
+COMMON_FLAGS = (
+    "preset data source strategy run_dir steps global_batch microbatches learning_rate precision"
+    " eval_every checkpoint_every deterministic restart"
+).split()
+
+
+def run(config: Config, command: Sequence[str] = ()) -> int:
+    """Trains `config`, resuming the run folder where it stands.
+
+    Args:
+      config: as `config_from` makes it.
+      command: the command line, for the record.
+
+    Returns:
+      0 when all steps are made, 143 when a signal stopped the run after a save.
+    """
+    validate(config)
+    import trainers  # TensorFlow starts here, after the mistakes that need none of it
+
+    trainer = trainers.trainer_class(config.parallel.strategy)(config)
+    try:
+        return _train(config, trainer, command)
+    finally:
+        trainer.close()
+
+
+def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
+    from tfbig.evaluation import evaluate
+    from tfbig.hardware import peak_flops
+    from tfbig.hooks import main_rank_hooks
+    from tfbig.loop import Loop, Progress
+    from tfbig.metrics import Throughput
+    from tfbig.run_state import StateKeeper, check_shared
+    from tfbig.stop_signal import StopSignal
+
+    # Data.
+    data = open_data(config, trainer)
+
+    # Run folder and the checkpoint to go on from.
+    folder = open_run_folder(config, trainer)
+    check_shared(folder, trainer)
+    keeper = StateKeeper(config, folder, trainer, data_identity(data))
+    reader, notes = keeper.find()
+
+    # Model, optimizer, state.
+    trainer.build(True, len(data.sources), data.vocab_size)
+    progress = keeper.load(reader) if reader is not None else Progress(0, 0)
+    if reader is None and config.run.init_from:
+        initialise_from(config.run.init_from, trainer)
+
+    # What is fed, measured and watched.
+    batches = data.train_batches(
+        start_sample=progress.consumed_samples,
+        num_steps=max(0, config.run.steps - progress.step),
+        global_batch=config.run.global_batch,
+        data_rank=trainer.data_rank,
+        data_size=trainer.data_size,
+        seed=config.run.seed,
+    )
+    peak, peak_source = peak_flops(config.parallel.precision)
+    total_peak = 1e9 * trainer.agree(int(peak / 1e9), "sum")
+    hooks = []
+    if trainer.rank == 0:
+        folder.write_config(to_dict(config), command)
+        hooks = main_rank_hooks(config, folder)
+        introduce(config, trainer, data, total_peak, peak_source, notes)
+
+    def evaluate_validation() -> dict[str, float]:
+        split = data.evaluation_batches(
+            "validation",
+            global_batch=config.run.global_batch // config.parallel.microbatches,
+            data_rank=trainer.data_rank,
+            data_size=trainer.data_size,
+        )
+        return evaluate(trainer, split, data.num_bytes("validation"))
+
+    # Steps.
+    with StopSignal() as stop_signal:
+        loop = Loop(
+            config=config,
+            trainer=trainer,
+            batches=iter(batches),
+            evaluate=evaluate_validation,
+            save=keeper.save,
+            hooks=hooks,
+            throughput=Throughput.of(config, total_peak),
+            stop_signal=stop_signal,
+        )
+        reason = loop.run(progress, resumed=reader is not None)
+    return EXIT_SIGNAL if reason == "signal" else 0
+
+
+def default_data_folder(config: Config) -> str:
+    """Returns the folder that --source is prepared into when --data is not given."""
+    source = "".join(c if c.isalnum() else "_" for c in config.data.source)
+    return f"data/{source}_{config.model.vocab_size}_{config.data.sequence_length}"
+
+
+def open_data(config: Config, trainer: Any) -> Any:
+    """Returns the data, prepared on first use by rank 0 while the others wait.
+
+    Raises:
+      UserError: on every rank, when it cannot be prepared or does not fit the model.
+    """
+    from data_pipeline.dataset import TokenData
+    from data_pipeline.preparation import is_prepared, prepare
+
+    path = config.data.data or default_data_folder(config)
+    error: UserError | None = None
+    if trainer.rank == 0 and not config.data.data and not is_prepared(path):
+        try:
+            prepare(
+                PrepareConfig(
+                    data=path,
+                    source=config.data.source,
+                    sequence_length=config.data.sequence_length,
+                    vocab_size=config.model.vocab_size,
+                )
+            )
+        except UserError as failure:
+            error = failure
+    if trainer.agree(int(error is not None), "max"):
+        raise error or UserError(f"rank 0 could not prepare {path}")
+    data = TokenData.open(path, vocab_size=config.model.vocab_size)
+    if data.sequence_length != config.data.sequence_length:
+        raise UserError(
+            f"{path} holds samples of {data.sequence_length} tokens, not --sequence_length="
+            f"{config.data.sequence_length}: pass --sequence_length={data.sequence_length} or "
+            "prepare another folder."
+        )
+    return data
+
+
+def data_identity(data: Any) -> dict[str, Any]:
+    """Returns what names the data in a checkpoint."""
+    return {
+        "manifest_sha256": data.manifest_sha256,
+        "tokenizer_sha256": data.tokenizer_sha256,
+    }
+
+
+def open_run_folder(config: Config, trainer: Any) -> RunFolder:
+    """Returns the run's folder, made (and with --restart, renamed first) by rank 0."""
+    folder = RunFolder(config.run.run_dir)
+    error: UserError | None = None
+    if trainer.rank == 0:
+        try:
+            if config.run.restart:
+                archive = archive_for_restart(folder.path)
+                if archive is not None:
+                    print(f"{folder.path} is now {archive}", flush=True)
+            folder.create()
+        except UserError as failure:
+            error = failure
+    if trainer.agree(int(error is not None), "max"):
+        raise error or UserError(f"rank 0 could not make {folder.path}")
+    return folder
+
+
+def initialise_from(path: str, trainer: Any) -> None:
+    """Fills the weights from another run's checkpoint folder; the optimizer stays fresh."""
+    from tfbig.checkpoint_reader import CheckpointReader
+
+    missing = trainer.load_state(CheckpointReader(path), weights_only=True)
+    if missing and trainer.rank == 0:
+        print(f"{path} lacks {', '.join(missing)}: they keep their initial values", flush=True)
+
+
+def introduce(
+    config: Config, trainer: Any, data: Any, peak: float, peak_source: str, notes: list[str]
+) -> None:
+    """Prints what is about to be trained."""
+    run, parallel = config.run, config.parallel
+    microbatch = run.global_batch // (trainer.num_replicas * parallel.microbatches)
+    print(
+        f"{run.preset}: {count_parameters(config.model):,} parameters, {parallel.precision}, "
+        f"{config.data.sequence_length} tokens a sample\n"
+        f"{parallel.strategy}: {trainer.size} processes, {trainer.num_replicas} replicas; "
+        f"global batch {run.global_batch} = {trainer.num_replicas} replicas x "
+        f"{parallel.microbatches} microbatches x {microbatch} samples\n"
+        f"{data.num_rows('train'):,} training samples from {', '.join(data.sources)}; "
+        f"peak {peak / 1e9:,.0f} GFLOP/s ({peak_source})\n"
+        f"run folder {run.run_dir}",
+        flush=True,
+    )
+    for note in notes:
+        print(f"checkpoint of {note}; an older one is used", flush=True)
+
+
+def config_from(values: dict[str, Any]) -> Config:
+    """Returns the configuration of the given flag values over their preset.
+
+    Raises:
+      UserError: no such preset or field.
+    """
+    config = presets.preset(values.get("preset", RunConfig.preset))
+    config = replace_fields(config, values)
+    if not config.run.run_dir:
+        folder = f"runs/{config.run.preset}"
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=folder))
+    return config
+
+
+def _body(arguments: Sequence[str]) -> int:
+    sections = (RunConfig, DataConfig, ParallelConfig, OptimizerConfig, ModelConfig)
+    flags = Flags("train", sections, "trains a GPT, resuming where it stopped.", COMMON_FLAGS)
+    return run(config_from(flags.parse(arguments)), ["tfbig.train", *arguments])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command and exits."""
+    run_command("train", _body, sys.argv[1:] if arguments is None else arguments)
+
+
+if __name__ == "__main__":
+    main()

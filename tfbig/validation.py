@@ -1,0 +1,108 @@
+"""What a configuration must satisfy, each rule with the arithmetic that breaks it. TF-free."""
+
+from collections.abc import Iterator
+
+from tfbig.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from tfbig.errors import UserError
+
+_MAX_SEED = 2**31 - 1
+
+
+def validate(config: Config) -> None:
+    """Checks everything that needs neither the data nor other processes.
+
+    Raises:
+      UserError: the first rule that is broken: field, value, rule and a way out.
+    """
+    for problem in problems(config):
+        raise UserError(problem)
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yields one line for each rule that `config` breaks."""
+    yield from _model_problems(config.model)
+    yield from _optimizer_problems(config.optimizer)
+    yield from _run_problems(config.run)
+    yield from _parallel_problems(config.parallel)
+    length, positions = config.data.sequence_length, config.model.max_length
+    if length < 1:
+        yield f"--sequence_length={length}: a sample feeds at least 1 token."
+    elif length > positions:
+        yield (
+            f"--sequence_length={length} is longer than the model's {positions} positions: "
+            f"shorten the samples or pass --max_length={length}."
+        )
+
+
+def _at_least(section: object, minimum: float, *names: str) -> Iterator[str]:
+    for name in names:
+        value = getattr(section, name)
+        if not value >= minimum:
+            yield f"--{name}={value} must be at least {minimum:g}."
+
+
+def _between(section: object, low: float, high: float, *names: str) -> Iterator[str]:
+    """Yields a line for each field outside [low, high)."""
+    for name in names:
+        value = getattr(section, name)
+        if not low <= value < high:
+            yield f"--{name}={value} must be at least {low:g} and below {high:g}."
+
+
+def _model_problems(model: ModelConfig) -> Iterator[str]:
+    yield from _at_least(
+        model, 1, "vocab_size", "max_length", "embed_dim", "num_layers", "num_heads"
+    )
+    yield from _at_least(model, 0, "head_dim", "feed_forward_dim", "init_std")
+    yield from _between(model, 0, 1, "dropout", "attention_dropout", "embedding_dropout")
+    if not model.norm_epsilon > 0:
+        yield f"--norm_epsilon={model.norm_epsilon} must be above 0."
+    heads, width = model.num_heads, model.embed_dim
+    if model.head_dim == 0 and heads >= 1 and width % heads != 0:
+        near = [n for n in range(1, width + 1) if width % n == 0]
+        near = sorted(near, key=lambda n: abs(n - heads))[:2]
+        yield (
+            f"--num_heads={heads} does not divide --embed_dim={width} ({width} = "
+            f"{heads} x {width // heads} + {width % heads}): take {near[0]} heads, or give "
+            "--head_dim."
+        )
+    if model.tied_head and model.head_bias:
+        yield "--head_bias needs an untied head: add --notied_head."
+
+
+def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
+    yield from _at_least(
+        optimizer, 0, "learning_rate", "weight_decay", "clip_norm", "warmup_steps", "decay_steps"
+    )
+    yield from _between(optimizer, 0, 1, "beta1", "beta2")
+    if not optimizer.epsilon > 0:
+        yield f"--epsilon={optimizer.epsilon} must be above 0."
+    if not 0 <= optimizer.learning_rate_floor <= 1:
+        yield (
+            f"--learning_rate_floor={optimizer.learning_rate_floor} is a fraction of the peak: "
+            "it lies between 0 and 1."
+        )
+    if optimizer.schedule != "constant" and optimizer.decay_steps < optimizer.warmup_steps:
+        yield (
+            f"--decay_steps={optimizer.decay_steps} ends before --warmup_steps="
+            f"{optimizer.warmup_steps}: decay later or warm up for less."
+        )
+
+
+def _run_problems(run: RunConfig) -> Iterator[str]:
+    yield from _at_least(run, 1, "steps", "global_batch", "keep_last", "log_every")
+    yield from _at_least(run, 0, "eval_every", "checkpoint_every", "max_loss")
+    if not 0 <= run.seed <= _MAX_SEED:
+        yield f"--seed={run.seed} must lie between 0 and {_MAX_SEED}."
+
+
+def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
+    yield from _at_least(
+        parallel,
+        1,
+        "microbatches",
+        "pipeline_parallel_degree",
+        "tensor_parallel_degree",
+        "bucket_megabytes",
+    )
+    yield from _at_least(parallel, 0, "num_threads")
