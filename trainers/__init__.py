@@ -3,6 +3,7 @@
 STRATEGIES = {
     "single": "trainers.single:SingleTrainer",
     "horovod": "trainers.horovod:HorovodTrainer",
+    "pipeline": "trainers.pipeline:PipelineTrainer",
 }
 
 

@@ -100,7 +100,7 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
     saw |= {f"state/{path}": value for path, value in state.items()}
     if config.parallel.strategy != "pipeline":
         saw["operations"] = operations(trainer)
-    saw["in_flight"] = np.array(sum(trainer.timings().values()))
+    saw["in_flight"] = np.array(sum(trainer.timings()().values()))
     if config.parallel.strategy != "pipeline":
         saw["evaluation"] = np.stack(trainer.evaluate_step(local_batch(trainer, 7)))
         saw["spread"] = spread(trainer)

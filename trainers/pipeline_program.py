@@ -1,0 +1,155 @@
+"""Each pipeline rank's program: its work, and the exchanges between neighbours. TensorFlow-free.
+
+An exchange is a rendezvous: both ranks must reach it. All exchanges of a plan have one total
+order that every rank keeps, so the first unfinished one always has both its ranks on the way to
+it: no plan can hang, whatever the work takes. Both directions travel in one exchange.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from trainers.pipeline_schedule import Work
+
+
+class Message(NamedTuple):
+    """A hidden state or its gradient, named by the pass that consumes it."""
+
+    kind: Literal["forward", "backward"]
+    stage: int  # g = chunk * p + rank of the consumer
+    microbatch: int
+
+
+class Exchange(NamedTuple):
+    """A meeting with another pipeline rank; at most one message a direction."""
+
+    peer: int
+    send: Message | None
+    receive: Message | None
+
+
+class Program(NamedTuple):
+    """What one pipeline rank does in a step, in order."""
+
+    rank: int
+    num_ranks: int
+    num_chunks: int
+    actions: tuple[Work | Exchange, ...]
+
+
+def needed(work: Work, rank: int, num_ranks: int, num_chunks: int) -> Message | None:
+    """Returns the message without which `work` cannot start, or None."""
+    stage = work.chunk * num_ranks + rank
+    is_end = stage == 0 if work.kind == "forward" else stage == num_ranks * num_chunks - 1
+    return None if is_end else Message(work.kind, stage, work.microbatch)
+
+
+def produced(work: Work, rank: int, num_ranks: int, num_chunks: int) -> tuple[int, Message] | None:
+    """Returns (consumer's rank, message) that `work` makes, or None."""
+    stage = work.chunk * num_ranks + rank + (1 if work.kind == "forward" else -1)
+    if not 0 <= stage < num_ranks * num_chunks:
+        return None
+    return stage % num_ranks, Message(work.kind, stage, work.microbatch)
+
+
+class _Simulation:
+    """Runs all ranks' work on a simulated clock and notes where exchanges happen."""
+
+    def __init__(
+        self, orders: Sequence[Sequence[Work]], num_chunks: int, times: dict[str, float]
+    ) -> None:
+        self.orders, self.num_chunks, self.times = orders, num_chunks, times
+        self.num_ranks = len(orders)
+        self.actions: list[list[Work | Exchange]] = [[] for _ in orders]
+        self.next = [0] * self.num_ranks
+        self.free_at = [0.0] * self.num_ranks
+        self.running: list[Work | None] = [None] * self.num_ranks
+        self.inbox: list[set[Message]] = [set() for _ in orders]
+        self.outbox: dict[tuple[int, int], list[Message]] = {}
+        self.now = 0.0
+
+    def run(self) -> None:
+        while any(self.next[r] < len(self.orders[r]) for r in range(self.num_ranks)):
+            self._finish_work()
+            self._exchange()
+            started = [self._start(rank) for rank in range(self.num_ranks)]
+            busy = [self.free_at[r] for r in range(self.num_ranks) if self.running[r] is not None]
+            assert any(started) or busy, f"no rank can go on: {self.next}"
+            if busy:
+                self.now = min(busy)
+        self._finish_work()
+
+    def _idle(self, rank: int) -> bool:
+        return self.running[rank] is None
+
+    def _finish_work(self) -> None:
+        for rank, work in enumerate(self.running):
+            if work is not None and self.free_at[rank] <= self.now:
+                self.running[rank] = None
+                made = produced(work, rank, self.num_ranks, self.num_chunks)
+                if made is not None:
+                    self.outbox.setdefault((rank, made[0]), []).append(made[1])
+
+    def _exchange(self) -> None:
+        # Even edges of the ring first, then odd ones, so that disjoint pairs meet side by side.
+        pairs = {tuple(sorted(edge)) for edge, waiting in self.outbox.items() if waiting}
+        while pairs:
+            for low, high in sorted(pairs, key=lambda pair: (pair[0] % 2, pair)):
+                if self._idle(low) and self._idle(high):
+                    down = self._take(low, high)
+                    up = self._take(high, low)
+                    self.actions[low].append(Exchange(high, down, up))
+                    self.actions[high].append(Exchange(low, up, down))
+            pairs = {
+                (low, high)
+                for low, high in pairs
+                if self._idle(low)
+                and self._idle(high)
+                and (self.outbox.get((low, high)) or self.outbox.get((high, low)))
+            }
+
+    def _take(self, source: int, target: int) -> Message | None:
+        waiting = self.outbox.get((source, target))
+        if not waiting:
+            return None
+        message = waiting.pop(0)
+        self.inbox[target].add(message)
+        return message
+
+    def _start(self, rank: int) -> bool:
+        if not self._idle(rank) or self.next[rank] == len(self.orders[rank]):
+            return False
+        work = self.orders[rank][self.next[rank]]
+        message = needed(work, rank, self.num_ranks, self.num_chunks)
+        if message is not None:
+            if message not in self.inbox[rank]:
+                return False
+            self.inbox[rank].remove(message)
+        self.actions[rank].append(work)
+        self.next[rank] += 1
+        self.running[rank] = work
+        self.free_at[rank] = self.now + self.times[work.kind]
+        return True
+
+
+def plan_programs(
+    orders: Sequence[Sequence[Work]],
+    num_chunks: int = 1,
+    forward_time: float = 1.0,
+    backward_time: float = 2.0,
+) -> list[Program]:
+    """Returns every pipeline rank's program.
+
+    Args:
+      orders: each rank's work in order.
+      num_chunks: v.
+      forward_time, backward_time: relative durations that the exchanges are placed by. Other
+        durations in reality cost waiting, never a hang.
+    """
+    simulation = _Simulation(
+        orders, num_chunks, {"forward": forward_time, "backward": backward_time}
+    )
+    simulation.run()
+    return [
+        Program(rank, len(orders), num_chunks, tuple(actions))
+        for rank, actions in enumerate(simulation.actions)
+    ]
