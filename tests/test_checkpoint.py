@@ -273,6 +273,14 @@ def test_a_step_saved_again_replaces_the_old_one_and_names_stay_free(tmp_path):
         }
 
 
+def test_waiting_for_a_save_is_not_ended_by_an_earlier_one(tmp_path):
+    save(tmp_path, 5, [], [whole("x", matrix())], attempt="old")
+    waiter = CheckpointWriter(tmp_path, 1, 2, timeout_seconds=0.05)
+    waiter.wait_until_complete(5, "old")
+    with pytest.raises(CheckpointError, match=r"step 5: rank 0 wrote no manifest.json within"):
+        waiter.wait_until_complete(5, "new")
+
+
 def test_a_damaged_manifest_does_not_stop_its_step_from_being_saved(tmp_path):
     path = save(tmp_path, 5, [whole("x", matrix(1))])
     (path / "manifest.json").write_bytes(b"\0" * 100)
