@@ -1,0 +1,354 @@
+"""A data folder as batches: any sample of the run's stream, in any process, at once."""
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_pipeline import manifest
+from data_pipeline.order import DataOrder, Place
+from data_pipeline.shards import DOCUMENT_IDS, LOSS_MASK, TOKENS, ShardReader
+from data_pipeline.tokenizer import Tokenizer
+from tfbig.durable_file import digest_file
+from tfbig.errors import UserError
+
+SAMPLE_INDEX, SOURCE_INDEX = "sample_index", "source_index"
+_PREFETCHED_BATCHES = 4
+_SAMPLES_AHEAD = 1 << 14  # whose places are computed at once: a small call costs mostly overhead
+
+Batch = dict[str, np.ndarray]
+
+
+class _Split:
+    """The shards of one split."""
+
+    def __init__(
+        self, folder: Path, contents: Mapping[str, Any], shards: list[dict[str, Any]]
+    ) -> None:
+        sources: list[str] = contents["sources"]
+        self.order = DataOrder(
+            [shard["rows"] for shard in shards],
+            [sources.index(shard["source"]) for shard in shards],
+        )
+        self._readers = [
+            ShardReader(
+                folder / shard["file"], contents["features"], contents["stride"], shard["rows"]
+            )
+            for shard in shards
+        ]
+
+    def read(self, name: str, place: Place, dtype: type) -> np.ndarray:
+        """Returns one feature of the samples at `place`: (n, length) of `dtype`."""
+        if len(self._readers) == 1:
+            return self._readers[0].read(name, place.row).astype(dtype)
+        result: np.ndarray | None = None
+        for index in np.unique(place.shard):
+            chosen = np.flatnonzero(place.shard == index)
+            values = self._readers[index].read(name, place.row[chosen])
+            if result is None:
+                result = np.empty((len(place.row), values.shape[1]), dtype)
+            result[chosen] = values
+        assert result is not None
+        return result
+
+
+class _PlacesAhead:
+    """Positions and places of one process's samples, computed for many steps at a time.
+
+    It remembers and nothing else: what it says of a step depends on no other call.
+    """
+
+    def __init__(self, order: DataOrder, seed: int, first: int, local: int, stride: int) -> None:
+        self._order, self._seed = order, seed
+        self._first, self._local, self._stride = first, local, stride
+        self._num_steps = max(1, _SAMPLES_AHEAD // local)
+        self._known: tuple[int, np.ndarray, Place] | None = None
+
+    def of_step(self, step: int) -> tuple[Place, np.ndarray]:
+        """Returns the places and the positions of a step's samples."""
+        block, number = divmod(step, self._num_steps)
+        known = self._known
+        if known is None or known[0] != block:
+            steps = block * self._num_steps + np.arange(self._num_steps, dtype=np.int64)
+            starts = self._first + steps * self._stride
+            positions = (starts[:, None] + np.arange(self._local)).ravel()  # (steps * local,)
+            known = self._known = block, positions, self._order.locate(positions, self._seed)
+        chosen = slice(number * self._local, (number + 1) * self._local)
+        return Place(*(values[chosen] for values in known[2])), known[1][chosen]
+
+
+class TokenData:
+    """A prepared data folder, opened for reading; made by `TokenData.open`.
+
+    Attributes:
+      folder: where it lies.
+      manifest_sha256: names the data in a checkpoint.
+      tokenizer_sha256: of the folder's tokenizer.json.
+      sequence_length: S; a row has S+1 tokens.
+      vocab_size: of the tokenizer; all ids are below it.
+      sources: names; source_index counts them.
+      splits: names of those that hold rows.
+
+    Example:
+      data = TokenData.open("data/stdlib_4096_256")
+      for batch in data.train_batches(0, num_steps=100, global_batch=32):
+        print(batch["tokens"].shape)  # (32, 257)
+    """
+
+    def __init__(self, folder: Path, read: manifest.Manifest) -> None:
+        contents = read.contents
+        self.folder, self._contents = folder, contents
+        self.manifest_sha256 = read.sha256
+        self.tokenizer_sha256: str = contents["tokenizer"]["sha256"]
+        self.sequence_length: int = contents["sequence_length"]
+        self.vocab_size: int = contents["tokenizer"]["vocab_size"]
+        self.end_of_text_id: int = contents["tokenizer"]["end_of_text_id"]
+        self.sources: tuple[str, ...] = tuple(contents["sources"])
+        self.splits: tuple[str, ...] = tuple(contents["splits"])
+        self._open_splits = {
+            name: _Split(folder, contents, split["shards"])
+            for name, split in contents["splits"].items()
+        }
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], *, vocab_size: int | None = None) -> "TokenData":
+        """Opens a data folder after checking that it is whole.
+
+        Args:
+          folder: made by `tfbig prepare`.
+          vocab_size: of the model that is to read it; None doesn't check.
+
+        Raises:
+          UserError: no data folder, another format, a changed tokenizer, a missing or cut shard,
+            or ids that the model has no embedding for.
+        """
+        folder = Path(folder)
+        found = manifest.read(folder)
+        _check_tokenizer(folder, found.contents)
+        _check_shards(folder, found.contents)
+        if vocab_size is not None:
+            _check_vocabulary(folder, found.contents, vocab_size)
+        return cls(folder, found)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The folder's tokenizer.json."""
+        return self.folder / manifest.TOKENIZER
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The folder's tokenizer."""
+        return Tokenizer.load(self.tokenizer_path)
+
+    def num_rows(self, split: str) -> int:
+        """Returns the samples of a split; 0 where the folder doesn't have it."""
+        return self._open_splits[split].order.num_rows if split in self._open_splits else 0
+
+    def num_bytes(self, split: str, source: str | None = None) -> int:
+        """Returns the bytes of text that a split's unmasked labels stand for.
+
+        End-of-text and other special tokens stand for none. Bits per byte is the split's summed
+        loss, in bits, over this number.
+
+        Args:
+          split: of the folder.
+          source: counts only this one; None means all.
+        """
+        if split not in self._open_splits:
+            return 0
+        described = self._contents["splits"][split]
+        if source is None:
+            return described["bytes"]
+        return described["sources"].get(source, {"bytes": 0})["bytes"]
+
+    def rows(self, split: str, positions: np.ndarray, seed: int) -> Batch:
+        """Returns the samples at positions of a training stream, wherever they are stored.
+
+        Args:
+          split: of the folder.
+          positions: (n,) int64, from 0 on without end: each epoch is another permutation.
+          seed: of the run.
+
+        Returns:
+          tokens int32 (n, S+1), sample_index int64 (n,), source_index int32 (n,),
+          loss_mask uint8 (n, S), and document_ids int32 (n, S+1) where the shards store them.
+        """
+        positions = np.asarray(positions, np.int64)
+        place = self._open_splits[split].order.locate(positions, seed)
+        return self._gather(split, place, positions)
+
+    def rows_in_order(self, split: str, positions: np.ndarray) -> Batch:
+        """Returns a split's rows by number, as `rows` does.
+
+        Positions from the split's end on give rows of loss_mask 0: they fill up a last batch.
+
+        Args:
+          split: of the folder.
+          positions: (n,) int64.
+        """
+        positions = np.asarray(positions, np.int64)
+        order = self._open_splits[split].order
+        place = order.locate_sequential(np.minimum(positions, order.num_rows - 1))
+        batch = self._gather(split, place, positions)
+        batch[LOSS_MASK][positions >= order.num_rows] = 0
+        return batch
+
+    def _gather(self, split: str, place: Place, positions: np.ndarray) -> Batch:
+        opened, stored = self._open_splits[split], self._contents["features"]
+        batch = {
+            TOKENS: opened.read(TOKENS, place, np.int32),
+            SAMPLE_INDEX: positions,
+            SOURCE_INDEX: place.source,
+            LOSS_MASK: opened.read(LOSS_MASK, place, np.uint8)
+            if LOSS_MASK in stored
+            else np.ones((len(positions), self.sequence_length), np.uint8),
+        }
+        if DOCUMENT_IDS in stored:
+            batch[DOCUMENT_IDS] = opened.read(DOCUMENT_IDS, place, np.int32)
+        return batch
+
+    def train_batches(
+        self,
+        start_sample: int,
+        num_steps: int,
+        global_batch: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+        seed: int = 0,
+    ) -> Any:
+        """Returns a tf.data.Dataset of this process's slices of the next global batches.
+
+        Step k's global batch is the stream's samples [start_sample + k * global_batch, ...), of
+        which rank r gets the r-th of data_size equal slices: the stream is the same for every
+        world size, and starting later is resuming.
+
+        Args:
+          start_sample: samples that the run has consumed.
+          num_steps: batches.
+          global_batch: samples of all processes together.
+          data_rank: which slice.
+          data_size: number of slices.
+          seed: of the run.
+
+        Raises:
+          UserError: global_batch does not divide, or there is nothing to train on.
+        """
+        if not self.num_rows("train"):
+            raise UserError(f"{self.folder} has no train split.")
+        local = _local_batch(global_batch, data_size)
+        order = self._open_splits["train"].order
+        first = start_sample + data_rank * local
+        ahead = _PlacesAhead(order, seed, first, local, global_batch)
+
+        def read(step: np.ndarray) -> Batch:
+            return self._gather("train", *ahead.of_step(int(step)))
+
+        return self._dataset(read, num_steps, local)
+
+    def evaluation_batches(
+        self, split: str, global_batch: int, data_rank: int = 0, data_size: int = 1
+    ) -> Any:
+        """Returns a tf.data.Dataset that goes through a split once, in order.
+
+        Every process gets the same number of batches, all of one shape: the last one is filled up
+        with rows of loss_mask 0.
+
+        Args:
+          split: of the folder; one that it doesn't have gives no batch.
+          global_batch: samples of all processes together.
+          data_rank: which slice of a global batch this process feeds.
+          data_size: number of slices.
+
+        Raises:
+          UserError: global_batch does not divide.
+        """
+        local = _local_batch(global_batch, data_size)
+
+        def read(step: np.ndarray) -> Batch:
+            first = int(step) * global_batch + data_rank * local
+            return self.rows_in_order(split, first + np.arange(local, dtype=np.int64))
+
+        return self._dataset(read, -(-self.num_rows(split) // global_batch), local)
+
+    def _dataset(self, read: Callable[[np.ndarray], Batch], num_steps: int, local: int) -> Any:
+        """Returns range -> one gather per batch -> prefetch, with static shapes."""
+        import tensorflow as tf
+
+        length = self.sequence_length
+        signature = {
+            TOKENS: (tf.int32, (local, length + 1)),
+            SAMPLE_INDEX: (tf.int64, (local,)),
+            SOURCE_INDEX: (tf.int32, (local,)),
+            LOSS_MASK: (tf.uint8, (local, length)),
+        }
+        if DOCUMENT_IDS in self._contents["features"]:
+            signature[DOCUMENT_IDS] = (tf.int32, (local, length + 1))
+
+        def gather(step: Any) -> dict[str, Any]:
+            values = tf.numpy_function(
+                lambda number: tuple(read(number)[name] for name in names),
+                [step],
+                [dtype for dtype, _ in signature.values()],
+            )
+            batch = dict(zip(names, values, strict=True))
+            for name, (_, shape) in signature.items():
+                batch[name].set_shape(shape)
+            return batch
+
+        names = tuple(signature)
+        dataset = tf.data.Dataset.range(num_steps).map(gather)
+        options = tf.data.Options()
+        options.deterministic = True
+        options.autotune.enabled = False
+        return dataset.prefetch(_PREFETCHED_BATCHES).with_options(options)
+
+
+def _local_batch(global_batch: int, data_size: int) -> int:
+    if global_batch < 1 or global_batch % data_size:
+        raise UserError(
+            f"--global_batch={global_batch} does not divide among {data_size} replicas "
+            f"({global_batch} = {data_size} x {global_batch // data_size} + "
+            f"{global_batch % data_size})."
+        )
+    return global_batch // data_size
+
+
+def _check_tokenizer(folder: Path, contents: Mapping[str, Any]) -> None:
+    path = folder / manifest.TOKENIZER
+    if not path.is_file():
+        raise UserError(f"{folder} has no {manifest.TOKENIZER}: prepare it anew.")
+    if digest_file(path).sha256 != contents["tokenizer"]["sha256"]:
+        raise UserError(
+            f"{path} has changed since the data was made with it: put the old one back, or prepare "
+            "another folder."
+        )
+
+
+def _check_shards(folder: Path, contents: Mapping[str, Any]) -> None:
+    for split in contents["splits"].values():
+        for shard in split["shards"]:
+            path = folder / shard["file"]
+            expected = shard["rows"] * contents["stride"]
+            if not path.is_file():
+                raise UserError(f"{folder} lacks its shard {shard['file']}.")
+            found = path.stat().st_size
+            if found != expected:
+                raise UserError(
+                    f"{path} has {found} bytes instead of {expected} ({shard['rows']} rows x "
+                    f"{contents['stride']}): it is cut or changed."
+                )
+
+
+def _check_vocabulary(folder: Path, contents: Mapping[str, Any], vocab_size: int) -> None:
+    """Embedding lookups take ids beyond the table without a word: they are refused here."""
+    shards = [shard for split in contents["splits"].values() for shard in split["shards"]]
+    largest = max((shard["max_id"] for shard in shards), default=-1)
+    largest = max(largest, contents["tokenizer"]["vocab_size"] - 1)
+    if largest >= vocab_size:
+        raise UserError(
+            f"{folder} has token ids up to {largest}, beyond --vocab_size={vocab_size}: the model "
+            f"needs --vocab_size={largest + 1} or more."
+        )
