@@ -121,6 +121,16 @@ class ParallelConfig:
     """cluster (DPT), spread (TPD) or a permutation of D, P, T; the last letter's ranks are near."""
     pipeline: Literal["1f1b", "simple", "interleaved"] = "1f1b"
     """Order of the microbatches' passes; simple is GPipe's."""
+    num_chunks: int = 2
+    """Parts of the model on each rank of an interleaved pipeline."""
+    active_microbatches: int = 0
+    """Most microbatches a rank holds activations of at a time; 0 leaves it to the schedule."""
+    memory_weight: float = 0.5
+    """What the partition balances: 0 only computation, 1 only memory."""
+    partition: str = ""
+    """Blocks of each stage by hand, e.g. 5,4,3; empty means by the cost model."""
+    sequence_parallel: bool = False
+    """Whether ranks of a tensor group also share norms and dropout, along time."""
     gradient_reduction: Literal["auto", "tape", "buckets"] = "auto"
     """Horovod's DistributedGradientTape or our flat buckets; auto takes tape where it can."""
     bucket_megabytes: int = 32

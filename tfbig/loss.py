@@ -3,6 +3,28 @@
 import tensorflow as tf
 
 
+def sums_by_row(
+    token_loss: tf.Tensor, predicted: tf.Tensor, labels: tf.Tensor, loss_mask: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns the sums that `head_loss` returns.
+
+    Args:
+      token_loss: (B, T) float32.
+      predicted: (B, T), the most likely token.
+      labels: (B, T), of the same dtype.
+      loss_mask: (B, T), 1 where a label counts and 0 where it doesn't.
+    """
+    mask = tf.cast(loss_mask, tf.float32)  # (B, T)
+    row_loss_sum = tf.reduce_sum(token_loss * mask, axis=1)  # (B,)
+    correct = tf.cast(predicted == labels, tf.float32) * mask
+    return (
+        tf.reduce_sum(row_loss_sum),
+        tf.stop_gradient(row_loss_sum),
+        tf.reduce_sum(mask, axis=1),
+        tf.reduce_sum(correct, axis=1),
+    )
+
+
 def head_loss(
     logits: tf.Tensor, labels: tf.Tensor, loss_mask: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -18,14 +40,6 @@ def head_loss(
       loss_sum is differentiable.
     """
     logits = tf.cast(logits, tf.float32)  # (B, T, V)
-    mask = tf.cast(loss_mask, tf.float32)  # (B, T)
     token_loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)  # (B, T)
-    row_loss_sum = tf.reduce_sum(token_loss * mask, axis=1)  # (B,)
     predicted = tf.argmax(logits, axis=-1, output_type=labels.dtype)  # (B, T)
-    correct = tf.cast(predicted == labels, tf.float32) * mask
-    return (
-        tf.reduce_sum(row_loss_sum),
-        tf.stop_gradient(row_loss_sum),
-        tf.reduce_sum(mask, axis=1),
-        tf.reduce_sum(correct, axis=1),
-    )
+    return sums_by_row(token_loss, predicted, labels, loss_mask)

@@ -67,6 +67,37 @@ def variable_rule(path: str) -> VariableRule:
     return rows[0]
 
 
+# Where the devices don't divide the vocabulary, each one's part is a multiple of this.
+VOCABULARY_MULTIPLE = 128
+
+
+def part_of(length: int, num_parts: int, index: int) -> tuple[int, int]:
+    """Returns (start, length) of one part of a sharded dim, padding included.
+
+    Args:
+      length: of the whole dim; only a vocabulary may be indivisible.
+      num_parts: devices that share it.
+      index: of the part.
+
+    >>> part_of(64, 2, 1), part_of(200, 2, 1)
+    ((32, 32), (128, 128))
+    """
+    own = length // num_parts
+    if length % num_parts:
+        own = -(-length // (num_parts * VOCABULARY_MULTIPLE)) * VOCABULARY_MULTIPLE
+    return index * own, own
+
+
+def valid_part_of(length: int, num_parts: int, index: int) -> tuple[int, int]:
+    """Returns (start, length) of one part of a sharded dim without padding.
+
+    >>> valid_part_of(200, 2, 1), valid_part_of(61, 2, 1)
+    ((128, 72), (61, 0))
+    """
+    start, own = part_of(length, num_parts, index)
+    return min(start, length), max(0, min(own, length - start))
+
+
 def _block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     width, hidden = config.embed_dim, config.hidden_dim
     heads, head_dim = config.num_heads, config.attention_head_dim

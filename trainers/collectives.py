@@ -20,7 +20,7 @@ from horovod.tensorflow import mpi_ops
 from tensorflow.python.framework import auto_control_deps
 
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
-AGREE, BROADCAST, BARRIER = "agree", "broadcast", "barrier"
+AGREE, BROADCAST, BARRIER, DIFFERS = "agree", "broadcast", "barrier", "differs"
 
 
 def _order_insensitive() -> None:
@@ -67,6 +67,39 @@ class Clock:
         return {axis: tf.stack(pairs) for axis, pairs in self._intervals.items()}
 
 
+class Stopwatch:
+    """Adds up, in a variable, the seconds collectives were in flight.
+
+    For functions whose outputs are not ours to choose, such as a backward pass that TensorFlow
+    makes. Collectives that run side by side are counted twice.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="seconds")
+
+    def around(
+        self, axis: str, inputs: Sequence[tf.Tensor], call: Callable[[], list[tf.Tensor]]
+    ) -> list[tf.Tensor]:
+        """Returns call()'s outputs, which wait until the time is noted."""
+        with tf.control_dependencies(list(inputs)):
+            start = tf.timestamp()
+        with tf.control_dependencies([start]):
+            outputs = call()
+        with tf.control_dependencies(list(outputs)):
+            elapsed = tf.timestamp() - start
+        with tf.control_dependencies([self.seconds.assign_add(elapsed)]):
+            return [tf.identity(output) for output in outputs]
+
+    def take(self) -> float:
+        """Returns the seconds since the last call."""
+        seconds = float(self.seconds)
+        self.seconds.assign(0.0)
+        return seconds
+
+
+Timer = Clock | Stopwatch
+
+
 def seconds_in_flight(intervals: np.ndarray) -> float:
     """Returns how long at least one of the (n, 2) intervals was open.
 
@@ -96,7 +129,11 @@ class Group:
         self.rank = self.ranks.index(rank) if rank in self.ranks else -1
 
     def all_reduce(
-        self, tensor: tf.Tensor, name: str, op: str = "sum", clock: Clock | None = None
+        self,
+        tensor: tf.Tensor,
+        name: str,
+        op: str = "sum",
+        clock: Timer | None = None,
     ) -> tf.Tensor:
         """Returns the elementwise sum, min or max over the group; bfloat16 is summed in float32."""
         if self.size == 1:
@@ -115,7 +152,7 @@ class Group:
         )
         return tf.cast(reduced, tensor.dtype)
 
-    def reduce_scatter(self, tensor: tf.Tensor, name: str, clock: Clock | None = None) -> tf.Tensor:
+    def reduce_scatter(self, tensor: tf.Tensor, name: str, clock: Timer | None = None) -> tf.Tensor:
         """Returns this rank's share, along the first dim, of the sum over the group.
 
         Args:
@@ -140,7 +177,7 @@ class Group:
         )
         return tf.cast(scattered, tensor.dtype)
 
-    def all_gather(self, tensor: tf.Tensor, name: str, clock: Clock | None = None) -> tf.Tensor:
+    def all_gather(self, tensor: tf.Tensor, name: str, clock: Timer | None = None) -> tf.Tensor:
         """Returns the group's tensors, joined along the first dim in order of rank."""
         if self.size == 1:
             return tf.identity(tensor)
@@ -161,7 +198,7 @@ class Group:
         return gathered
 
     def broadcast(
-        self, tensor: tf.Tensor, root: int, name: str, clock: Clock | None = None
+        self, tensor: tf.Tensor, root: int, name: str, clock: Timer | None = None
     ) -> tf.Tensor:
         """Returns the tensor of the group's member number `root`; shapes must be equal."""
         if self.size == 1:
@@ -181,7 +218,7 @@ class Group:
         return tf.bitcast(received, tensor.dtype) if bits is not tensor else received
 
     def exchange(
-        self, tensor: tf.Tensor, counts: Sequence[int], name: str, clock: Clock | None = None
+        self, tensor: tf.Tensor, counts: Sequence[int], name: str, clock: Timer | None = None
     ) -> tf.Tensor:
         """Sends rows of the first dim to each member and returns what the members sent here.
 
@@ -216,7 +253,7 @@ class Group:
         return f"{self.axis}.{name}".replace("/", ".")
 
     def _run(
-        self, inputs: list[tf.Tensor], clock: Clock | None, call: Callable[[], tf.Tensor]
+        self, inputs: list[tf.Tensor], clock: Timer | None, call: Callable[[], tf.Tensor]
     ) -> tf.Tensor:
         assert not tf.executing_eagerly(), "collectives are called inside tf.functions only"
         if clock is None:
@@ -273,6 +310,21 @@ class Engine:
         run = self._function(AGREE, lambda x: self.world.all_reduce(x, f"{AGREE}_{op}", op), op)
         return int(run(tf.constant([value], tf.int64))[0])
 
+    def differs(self, values: np.ndarray) -> np.ndarray:
+        """Returns where an int64 vector isn't the same on all ranks; equal on every rank.
+
+        The vectors may have different lengths; then everything differs.
+        """
+        if self.agree(len(values), "min") != self.agree(len(values), "max"):
+            return np.ones(len(values), bool)
+
+        def extremes(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            low = self.world.all_reduce(x, f"{DIFFERS}_min", "min")
+            return low, self.world.all_reduce(x + 0, f"{DIFFERS}_max", "max")
+
+        low, high = self._function(DIFFERS, extremes, len(values))(tf.constant(values, tf.int64))
+        return (low != high).numpy()
+
     def broadcast(self, array: np.ndarray) -> np.ndarray:
         """Returns rank 0's array."""
         tensor = tf.convert_to_tensor(array)
@@ -306,7 +358,7 @@ class Engine:
 
     def _function(self, kind: str, body: Callable, key: Any) -> Callable:
         if (kind, key) not in self._functions:
-            self._functions[kind, key] = tf.function(body)
+            self._functions[kind, key] = tf.function(body, autograph=False)
         return self._functions[kind, key]
 
 

@@ -1,15 +1,219 @@
-"""Which blocks each pipeline stage holds. TensorFlow-free."""
+"""Which blocks each pipeline stage holds, balanced by a cost model. TensorFlow-free."""
 
+import functools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tfbig.config import Config, ModelConfig
 from tfbig.errors import UserError
+from tfbig.variables import part_of
+from trainers.tensor_table import stage_paths
+from trainers.validate import num_chunks
+
+# float32 weight, summed gradient and AdamW's two slots; SGD has no slots.
+STATE_BYTES = {"adamw": 16, "sgd": 8}
+COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def even_partition(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
-    """Returns (first, last + 1) of each stage's blocks, the earlier stages taking the rest.
+@dataclass(frozen=True)
+class Stage:
+    """One of the parts that the model is cut into, and what it costs a rank of a tensor group."""
 
-    >>> even_partition(5, 2)
-    [(0, 3), (3, 5)]
+    block_range: tuple[int, int]
+    rank: int  # place on the pipeline axis
+    num_parameters: int
+    flops: float  # forward and backward of one microbatch
+    state_bytes: float
+    activation_bytes: float  # of one microbatch
+    in_flight: int  # microbatches whose activations are held at once
+
+
+@dataclass(frozen=True)
+class Partition:
+    """All stages, in order of the forward pass."""
+
+    stages: tuple[Stage, ...]
+
+    def table(self) -> str:
+        """Returns the stages as a table to print."""
+        flops = max(stage.flops for stage in self.stages)
+        lines = ["stage rank  blocks  parameters  work  state MB  activation MB x in flight"]
+        for index, stage in enumerate(self.stages):
+            first, stop = stage.block_range
+            lines.append(
+                f"{index:5d} {stage.rank:4d} {f'{first}-{stop - 1}':>7s} {stage.num_parameters:11,d}"
+                f" {stage.flops / flops:5.2f} {stage.state_bytes / 1e6:9,.1f}"
+                f" {stage.activation_bytes / 1e6:14,.2f} x {stage.in_flight}"
+            )
+        return "\n".join(lines)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Returns the stages ready for JSON."""
+        return [asdict(stage) for stage in self.stages]
+
+
+class CostModel:
+    """What a stage costs one rank, from the model's shapes.
+
+    Args:
+      config: of the run.
+      microbatch_size: sequences of one forward.
     """
-    if num_stages > num_layers:
-        raise UserError(f"{num_stages} stages need at least as many blocks, not {num_layers}.")
-    bounds = [-(-num_layers * index // num_stages) for index in range(num_stages + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+    def __init__(self, config: Config, microbatch_size: int) -> None:
+        self._config, self._rows = config, microbatch_size
+        self._parallel, self._model = config.parallel, config.model
+        self._tensor = config.parallel.tensor_parallel_degree
+        self._num_ranks = config.parallel.pipeline_parallel_degree
+        self.num_stages = self._num_ranks * num_chunks(config)
+
+    @functools.cache  # noqa: B019 - lives as long as the search
+    def stage(self, index: int, first: int, stop: int) -> Stage:
+        """Returns the costs of stage number `index` if it holds the blocks [first, stop)."""
+        is_first, is_last = index == 0, index == self.num_stages - 1
+        parameters = 0
+        for spec in stage_paths(self._model, (first, stop), is_first, is_last):
+            shape, dim = list(spec.shape), spec.rule.shard_dim
+            if dim is not None:
+                shape[dim] = part_of(shape[dim], self._tensor, 0)[1]
+            parameters += functools.reduce(int.__mul__, shape, 1)
+        element = COMPUTE_BYTES[self._parallel.precision]
+        state = STATE_BYTES[self._config.optimizer.optimizer] + (element if element < 4 else 0)
+        blocks = stop - first
+        activations = blocks * self._block_activations()
+        flops = blocks * self._block_flops()
+        if is_last:
+            activations += self._head_activations()
+            flops += self._head_flops()
+        return Stage(
+            block_range=(first, stop),
+            rank=index % self._num_ranks,
+            num_parameters=parameters,
+            flops=flops,
+            state_bytes=parameters * state,
+            activation_bytes=activations,
+            in_flight=self._in_flight(index),
+        )
+
+    def _tokens(self) -> int:
+        return self._rows * self._config.data.sequence_length
+
+    def _block_flops(self) -> float:
+        model, length = self._model, self._config.data.sequence_length
+        attention = model.num_heads * model.attention_head_dim
+        weights = 4 * model.embed_dim * attention + 2 * model.embed_dim * model.hidden_dim
+        return 6.0 * self._tokens() * (weights + 2 * length * attention) / self._tensor
+
+    def _head_flops(self) -> float:
+        return 6.0 * self._tokens() * self._model.embed_dim * self._model.vocab_size / self._tensor
+
+    def _block_activations(self) -> float:
+        return activation_elements(self._model, self._config.data.sequence_length, self._tensor,
+                                   self._parallel.sequence_parallel) * self._rows * (
+            COMPUTE_BYTES[self._parallel.precision])
+
+    def _head_activations(self) -> float:
+        own = part_of(self._model.vocab_size, self._tensor, 0)[1]
+        return 4.0 * self._tokens() * own  # float32 exponents
+
+    def _in_flight(self, index: int) -> int:
+        microbatches, rank = self._parallel.microbatches, index % self._num_ranks
+        limit = self._parallel.active_microbatches or microbatches
+        if self._parallel.pipeline == "simple":
+            return min(microbatches, limit)
+        if self.num_stages > self._num_ranks:
+            return min(microbatches, limit, self._num_ranks)
+        return min(microbatches, limit, self._num_ranks - rank)
+
+
+def activation_elements(
+    model: ModelConfig, length: int, tensor: int = 1, sequence_parallel: bool = False
+) -> float:
+    """Returns the elements a block keeps of one sequence between forward and backward.
+
+    Source: Korthikanti et al. (arXiv 2205.05198, section 4.1) counts 34 s h + 5 a s^2 bytes a
+    sequence in 16 bits: 17 s h and 2.5 a s^2 elements, of which 5 s h are outside the shared
+    sublayers.
+    """
+    width, heads = model.embed_dim, model.num_heads
+    outside = 5.0 * length * width / (tensor if sequence_parallel else 1)
+    inside = 12.0 * length * width + 2.5 * heads * length**2
+    return outside + inside / tensor
+
+
+def choose_partition(config: Config, microbatch_size: int) -> Partition:
+    """Returns the stages of a run: by hand where --partition says so, else by the cost model.
+
+    Args:
+      config: of the run.
+      microbatch_size: sequences of one forward.
+
+    Raises:
+      UserError: --partition doesn't describe a partition.
+    """
+    costs = CostModel(config, microbatch_size)
+    if config.parallel.partition:
+        bounds = _bounds_by_hand(config, costs.num_stages)
+    else:
+        bounds = _balanced_bounds(costs, config.model.num_layers, config.parallel.memory_weight)
+    return Partition(
+        tuple(
+            costs.stage(index, bounds[index], bounds[index + 1])
+            for index in range(costs.num_stages)
+        )
+    )
+
+
+def _bounds_by_hand(config: Config, num_stages: int) -> list[int]:
+    text, layers = config.parallel.partition, config.model.num_layers
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(
+            f"--partition={text} is no list of blocks a stage, such as 5,4,3."
+        ) from None
+    if len(counts) != num_stages or sum(counts) != layers or min(counts) < 1:
+        raise UserError(
+            f"--partition={text} names {len(counts)} stages with {sum(counts)} blocks in all; it"
+            f" must name {num_stages}, each of at least 1 block, with {layers} in all."
+        )
+    return [sum(counts[:index]) for index in range(num_stages + 1)]
+
+
+def _balanced_bounds(costs: CostModel, num_layers: int, memory_weight: float) -> list[int]:
+    """Returns the bounds whose costliest stage costs least, by dynamic programming.
+
+    A stage's cost is memory_weight x its share of all memory + (1 - memory_weight) x its share of
+    all computation. Among equal maxima the smallest sum of squares wins, so that stages are even.
+    """
+    num_stages = costs.num_stages
+    whole = [costs.stage(index, 0, num_layers) for index in range(num_stages)]
+    all_flops = max(stage.flops for stage in whole)
+    all_memory = max(_memory(stage) for stage in whole)
+
+    def cost(index: int, first: int, stop: int) -> float:
+        stage = costs.stage(index, first, stop)
+        return (
+            memory_weight * _memory(stage) / all_memory
+            + (1 - memory_weight) * stage.flops / all_flops
+        )
+
+    Best = tuple[float, float, tuple[int, ...]]
+    best: dict[int, Best] = {0: (0.0, 0.0, (0,))}
+    for index in range(num_stages):
+        following: dict[int, Best] = {}
+        for first, (largest, squares, bounds) in best.items():
+            remaining = num_stages - 1 - index
+            stops: Sequence[int] = range(first + 1, num_layers - remaining + 1)
+            for stop in stops if remaining else [num_layers]:
+                value = cost(index, first, stop)
+                candidate = (max(largest, value), squares + value**2, (*bounds, stop))
+                if stop not in following or candidate < following[stop]:
+                    following[stop] = candidate
+        best = following
+    return list(best[num_layers][2])
+
+
+def _memory(stage: Stage) -> float:
+    return stage.state_bytes + stage.activation_bytes * stage.in_flight

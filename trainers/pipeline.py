@@ -1,57 +1,98 @@
 """Models larger than one device: any mesh of data, pipeline and tensor parallelism on Horovod."""
 
+import math
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfbig.checkpoint_format import LazyArray, Slice
+from tfbig.checkpoint_format import Slice
 from tfbig.config import Config
 from tfbig.model.gpt import GPT
-from tfbig.optimizer import Optimizer, decide, squared_norm
+from tfbig.optimizer import Optimizer
 from tfbig.variables import variable_rule
+from trainers.agreement import check_equal_ranks
 from trainers.base import Batch, StateReader, StepResult, Trainer
-from trainers.collectives import Clock, Engine, Group, seconds_in_flight
+from trainers.collectives import Engine, Group, Stopwatch, seconds_in_flight
 from trainers.devices import prepare_devices
-from trainers.gradients import BatchSums
-from trainers.mesh import make_mesh
-from trainers.partition import even_partition
+from trainers.mesh import Mesh, make_mesh
+from trainers.partition import choose_partition
 from trainers.pipeline_link import Link
-from trainers.pipeline_program import Exchange, Message, plan_programs
-from trainers.pipeline_schedule import compute_order
+from trainers.pipeline_program import plan_programs
+from trainers.pipeline_schedule import compute_order, forward_order
 from trainers.pipeline_stage import Chunk
+from trainers.pipeline_stepper import Stepper
+from trainers.pipeline_update import MeshGroups, Update
+from trainers.tensor_parallel import TensorParallel
+from trainers.tensor_state import TensorState
+from trainers.tensor_table import TOKEN_TABLE, shard_table
+from trainers.token_history import TokenHistory, empty_history, extend
+from trainers.validate import check_mesh_fits, derive_microbatch_size, num_chunks
 
-NUM_SIGNALS = 4
-TOKEN_TABLE = "embedding_layer/token_emb/embeddings"
+
+def mesh_groups(mesh: Mesh, is_ring: bool, is_tied: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the ranks of every group of the mesh, by axis; the engine drops equal ones.
+
+    Args:
+      mesh: of all ranks.
+      is_ring: whether the last stage also hands over to the first (interleaved chunks).
+      is_tied: whether first and last stage sum the gradients of a tied token embedding.
+    """
+    groups: list[tuple[str, tuple[int, ...]]] = []
+    for line in mesh.lines("pipeline"):
+        if len(line) > 1:
+            groups += [("pipeline", pair) for pair in zip(line[:-1], line[1:], strict=True)]
+            if is_ring and len(line) > 2:
+                groups.append(("pipeline", (line[0], line[-1])))
+            if is_tied:
+                groups.append(("tied", (line[0], line[-1])))
+    for axis in ("data", "tensor"):
+        groups += [(axis, line) for line in mesh.lines(axis)]
+    return groups
 
 
 class PipelineTrainer(Trainer):
-    """Trains one stage of the model in each process."""
+    """Trains, in each process, one tensor shard of one stage of one replica."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        parallel = config.parallel
-        import os
-
-        world = int(os.environ.get("HOROVOD_SIZE", "1"))
-        self.mesh = make_mesh(
-            world,
-            parallel.pipeline_parallel_degree,
-            parallel.tensor_parallel_degree,
-            parallel.placement_strategy,
+        parallel, model = config.parallel, config.model
+        check_mesh_fits(config)
+        # First a world without groups: groups that differ between ranks would hang the start.
+        self._engine = Engine(deterministic=parallel.deterministic)
+        try:
+            prepare_devices(parallel, self._engine.local_rank, self._engine.local_size)
+            check_equal_ranks(self._engine, config)
+            self.mesh = make_mesh(
+                self._engine.size,
+                parallel.pipeline_parallel_degree,
+                parallel.tensor_parallel_degree,
+                parallel.placement_strategy,
+            )
+            sizes = self.mesh.sizes
+            self._microbatch_size = derive_microbatch_size(
+                config.run.global_batch, sizes["data"], parallel.microbatches
+            )
+            self.partition = choose_partition(config, self._microbatch_size)
+        finally:
+            self._engine.close()
+        self._num_chunks = num_chunks(config)
+        self._engine = Engine(
+            mesh_groups(self.mesh, self._num_chunks > 1, model.tied_head), parallel.deterministic
         )
-        groups = []
-        for line in self.mesh.lines("pipeline"):
-            groups += [("pipeline", pair) for pair in zip(line[:-1], line[1:], strict=True)]
-            groups.append(("tied", (line[0], line[-1])) if len(line) > 1 else ("tied", line))
-        groups += [("data", line) for line in self.mesh.lines("data")]
-        self._engine = Engine(groups, parallel.deterministic)
         self.rank, self.size = self._engine.rank, self._engine.size
         self.places = self.mesh.coordinates(self.rank)
         self.data_rank = self.places["data"]
-        self.data_size = self.num_replicas = self.mesh.sizes["data"]
-        self._groups = {}
+        self.data_size = self.num_replicas = sizes["data"]
+        self._place, self._degree = self.places["pipeline"], sizes["pipeline"]
+        self._sort_groups()
+        if self.rank == 0:
+            warn_of_slow_tensor_groups(self.mesh, self._engine.local_size)
+
+    def _sort_groups(self) -> None:
+        alone = Group("", [self.rank], None, self.rank)
+        own: dict[str, Group] = {"data": alone, "tensor": alone}
         self._pairs: dict[int, Group] = {}
         for group in self._engine.groups:
             if group.rank < 0:
@@ -60,8 +101,8 @@ class PipelineTrainer(Trainer):
                 peer = group.ranks[1 - group.rank]
                 self._pairs[self.mesh.coordinates(peer)["pipeline"]] = group
             else:
-                self._groups[group.axis] = group
-        prepare_devices(parallel, self._engine.local_rank, self._engine.local_size)
+                own[group.axis] = group
+        self._groups = MeshGroups(self._engine.world, own["data"], own["tensor"], own.get("tied"))
 
     def agree(self, value: int, op: str) -> int:
         return self._engine.agree(value, op)
@@ -77,174 +118,192 @@ class PipelineTrainer(Trainer):
 
     def build(self, training: bool = True, num_sources: int = 1, vocab_size: int = 0) -> None:
         config = self.config
-        self._num_sources = num_sources
-        self._place, degree = self.places["pipeline"], self.mesh.sizes["pipeline"]
-        self.partition = even_partition(config.model.num_layers, degree)
-        model = GPT.from_config(
-            config.model,
-            self.partition[self._place],
-            seed=config.run.seed,
-            precision=config.parallel.precision,
+        self._vocab_size = vocab_size or config.model.vocab_size
+        self._stopwatch = Stopwatch()
+        split = TensorParallel(
+            self._groups.tensor, config.parallel.sequence_parallel, self._stopwatch
         )
-        microbatches = config.parallel.microbatches
-        self._chunks = [Chunk(model, microbatches)]
-        self._variables = self._chunks[0].variables
-        decayed = {path: variable_rule(path).decayed for path in self._variables}
-        self._optimizer = Optimizer(config.optimizer, self._variables, decayed, training)
-        rows = config.run.global_batch // self.data_size // microbatches
-        shape = (rows, config.data.sequence_length, config.model.embed_dim)
-        dtype = tf.as_dtype(config.parallel.precision)
-        self._links = {place: Link(group, shape, dtype) for place, group in self._pairs.items()}
-        orders = [
-            compute_order(config.parallel.pipeline, degree, place, microbatches)
-            for place in range(degree)
-        ]
-        self._program = plan_programs(orders)[self._place]
-        self._update = tf.function(self._update_graph, autograph=False)
-        self._reduce = tf.function(self._reduce_gradients, autograph=False)
-
-    def _run_program(self, batch: Batch, step: tf.Tensor) -> list[BatchSums]:
-        ready: dict[Message, tf.Tensor] = {}
-        made: dict[Message, tf.Tensor] = {}
-        sums: list[BatchSums] = []
-        program = self._program
-        last = program.num_ranks * program.num_chunks - 1
-        self._intervals = []
-        for action in program.actions:
-            if isinstance(action, Exchange):
-                send = made.pop(action.send) if action.send else None
-                received, intervals = self._links[action.peer].exchange(
-                    send, action.receive is not None
+        self._chunks = [
+            Chunk(
+                GPT.from_config(
+                    config.model,
+                    self.partition.stages[chunk * self._degree + self._place].block_range,
+                    seed=config.run.seed,
+                    precision=config.parallel.precision,
+                    split=split,
                 )
-                self._intervals.append(intervals)
-                if action.receive:
-                    ready[action.receive] = received
-                continue
-            stage = action.chunk * program.num_ranks + program.rank
-            value = ready.pop(Message(action.kind, stage, action.microbatch), None)
-            chunk = self._chunks[action.chunk]
-            if action.kind == "forward":
-                result = chunk.forward(value, batch, action.microbatch, step, True)
-                if stage == last:
-                    sums.append(result)
-                else:
-                    made[Message("forward", stage + 1, action.microbatch)] = result
-            else:
-                result = chunk.backward(action.microbatch, value)
-                if stage:
-                    made[Message("backward", stage - 1, action.microbatch)] = result
-        return sums
-
-    def _reduce_gradients(self, gradients, clock: Clock | None = None):
-        reduced = {path: tf.identity(value) for path, value in gradients.items()}
-        if self.config.model.tied_head and TOKEN_TABLE in reduced:
-            reduced[TOKEN_TABLE] = self._groups["tied"].all_reduce(
-                reduced[TOKEN_TABLE], "gradient", clock=clock
             )
-        return {
-            path: self._groups["data"].all_reduce(value, f"gradient/{path}", clock=clock)
-            for path, value in reduced.items()
-        }
+            for chunk in range(self._num_chunks)
+        ]
+        variables = {path: v for chunk in self._chunks for path, v in chunk.variables.items()}
+        self._shards = shard_table(config.model, variables, self.places, self.mesh.sizes)
+        for path, shard in self._shards.items():
+            assert tuple(variables[path].shape) == shard.local_shape, path
+        decayed = {path: variable_rule(path).decayed for path in variables}
+        self._optimizer = Optimizer(config.optimizer, variables, decayed, training)
+        self._state = TensorState(self._shards, variables, self._optimizer.state(), self.rank == 0)
+        has_head = self._place == self._degree - 1
+        self._update = Update(
+            config,
+            self._shards,
+            self._groups,
+            self._optimizer,
+            num_sources,
+            sums_here=has_head and self.places["tensor"] == 0,
+        )
+        dtype = tf.as_dtype(self._chunks[0].model.compute_dtype)
+        links = {place: Link(group, dtype) for place, group in self._pairs.items()}
+        self._stepper = Stepper(self._chunks, links)
+        self._program = self._training_program()
+        self._forward_programs = {}
+        self._share = tf.function(self._share_graph, autograph=False)
+        self._extend = tf.function(extend, autograph=False)
+        self._intervals = []
 
-    def _counted(self, path: str) -> bool:
-        return not (path == TOKEN_TABLE and self._place > 0)
+    def _training_program(self):
+        parallel = self.config.parallel
+        orders = [
+            compute_order(
+                parallel.pipeline if self._degree > 1 else "1f1b",
+                self._degree,
+                place,
+                parallel.microbatches,
+                self._num_chunks,
+                parallel.active_microbatches,
+            )
+            for place in range(self._degree)
+        ]
+        return plan_programs(orders, self._num_chunks)[self._place]
+
+    def _forward_program(self, num_pieces: int):
+        if num_pieces not in self._forward_programs:
+            order = forward_order(self._degree, num_pieces, self._num_chunks)
+            programs = plan_programs([order] * self._degree, self._num_chunks)
+            self._forward_programs[num_pieces] = programs[self._place]
+        return self._forward_programs[num_pieces]
+
+    def _message_shape(self, rows: int, length: int) -> tuple[int, int, int]:
+        if self.config.parallel.sequence_parallel:
+            length //= self.mesh.sizes["tensor"]
+        return rows, length, self.config.model.embed_dim
 
     def train_step(
         self, batch: Batch, step: int, learning_rate: float, max_loss: float, signal: int
     ) -> StepResult:
-        sums = self._run_program(batch, tf.constant(step, tf.int64))
-        result, intervals = self._update(
-            {path: total for chunk in self._chunks for path, total in chunk.take_totals().items()},
-            dict(batch),
-            [tuple(part) for part in sums],
+        sums = self._run_passes(batch, step)
+        result, intervals = self._update.run(
+            self._take_totals(),
+            {"source_index": batch["source_index"]},
+            [(part.row_loss_sum, part.row_num_tokens) for part in sums],
             tf.constant(learning_rate, tf.float32),
             tf.constant(max_loss, tf.float32),
             tf.constant(signal, tf.int32),
         )
-        self._intervals.append(intervals)
+        self._intervals = [*self._stepper.intervals, intervals]
         return result
 
-    def _update_graph(self, totals, batch, sums, learning_rate, max_loss, signal):
-        clock = Clock()
-        gradients = self._reduce_gradients(totals, clock)
-        own = {path: g for path, g in gradients.items() if self._counted(path)}
-        norm = tf.cast(squared_norm(own), tf.float64) * float(self.data_rank == 0)
-        count = self._num_sources
-        if sums:
-            row_loss = tf.cast(tf.concat([s[1] for s in sums], 0), tf.float64)
-            row_tokens = tf.cast(tf.concat([s[2] for s in sums], 0), tf.float64)
-        else:
-            row_loss = row_tokens = tf.zeros([batch["tokens"].shape[0]], tf.float64)
-        segment = batch["source_index"]
-        vector = tf.concat(
-            [
-                [norm, tf.reduce_sum(row_loss), tf.reduce_sum(row_tokens)],
-                tf.math.unsorted_segment_sum(row_loss, segment, count),
-                tf.math.unsorted_segment_sum(row_tokens, segment, count),
-                tf.one_hot(signal, NUM_SIGNALS, dtype=tf.float64),
-            ],
-            0,
-        )
-        vector = self._engine.world.all_reduce(vector, "sums", clock=clock)
-        parts = tf.split(vector, [1, 1, 1, count, count, NUM_SIGNALS])
-        decision = decide(
-            self.config.optimizer,
-            tf.cast(parts[0][0], tf.float32),
-            parts[1][0],
-            parts[2][0],
-            max_loss,
-        )
-        self._optimizer.apply(gradients, learning_rate, decision)
-        seen = tf.range(NUM_SIGNALS) * tf.cast(parts[5] > 0, tf.int32)
-        result = StepResult(
-            parts[1][0],
-            parts[2][0],
-            parts[3],
-            parts[4],
-            decision.grad_norm,
-            decision.applied,
-            tf.constant(1.0),
-            tf.reduce_max(seen),
-        )
-        return result, clock.intervals()
-
     def gradient_slices(self, batch: Batch, step: int) -> list[Slice]:
-        self._run_program(batch, tf.constant(step, tf.int64))
-        totals = {p: t for chunk in self._chunks for p, t in chunk.take_totals().items()}
-        gradients = self._reduce(totals)
-        return [self._slice(path, value) for path, value in gradients.items()]
+        """Returns this rank's slices of a step's summed gradient, without making the step."""
+        self._run_passes(batch, step)
+        return list(self._state.slices_of(self._update.reduce(self._take_totals())))
 
-    def _slice(self, path: str, value: tf.Tensor) -> Slice:
-        writer = self.data_rank == 0 and (self._counted(path) if "/" in path else True)
-        array = LazyArray(value.shape, value.dtype.as_numpy_dtype, value.numpy)
-        return Slice(path, tuple(value.shape), (0,) * value.shape.rank, array, writer)
+    def _run_passes(self, batch: Batch, step: int):
+        rows, length = batch["tokens"].shape
+        shape = self._message_shape(rows // self.config.parallel.microbatches, length - 1)
+        step_tensor = tf.constant(step, tf.int64)
+        return self._stepper.run(self._program, batch, step_tensor, shape, training=True)
+
+    def _take_totals(self) -> dict[str, tf.Tensor]:
+        return {path: x for chunk in self._chunks for path, x in chunk.take_totals().items()}
 
     def evaluate_step(
         self, batch: Batch, weights: str = "model"
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        raise NotImplementedError
+        assert weights == "model", weights
+        rows, length = batch["tokens"].shape
+        pieces = max(n for n in range(1, self._degree + 1) if rows % n == 0)
+        sums = self._stepper.run(
+            self._forward_program(pieces),
+            batch,
+            tf.constant(0, tf.int64),
+            self._message_shape(rows // pieces, length - 1),
+            training=False,
+        )
+        own = np.zeros([self.data_size, rows, 3], np.float32)
+        if sums and self.places["tensor"] == 0:
+            parts = [tf.stack(part[1:], axis=1) for part in sums]  # (rows of a piece, 3)
+            own[self.data_rank] = tf.concat(parts, 0)
+        everyone = self._share(tf.constant(own)).numpy().reshape([-1, 3])  # (global batch, 3)
+        return everyone[:, 0], everyone[:, 1], everyone[:, 2]
+
+    def _share_graph(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the sum over all ranks, all but one of which pass zeros at any element."""
+        name = "shared_" + "x".join(map(str, tensor.shape))
+        return self._engine.world.all_reduce(tensor, name)
 
     def state_slices(self) -> Iterator[Slice]:
-        for path, variable in self._variables.items():
-            yield self._slice(path, variable)
+        return self._state.slices()
 
     def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:
-        raise NotImplementedError
+        return self._state.load(reader, weights_only)
 
-    def new_cache(self, num_rows: int, max_length: int) -> Any:
-        raise NotImplementedError
+    def new_cache(self, num_rows: int, max_length: int) -> TokenHistory:
+        return empty_history(num_rows, max_length)
 
-    def decode_step(self, tokens, num_valid, source_row, reset, cache) -> tuple[np.ndarray, Any]:
-        raise NotImplementedError
+    def decode_step(
+        self,
+        tokens: np.ndarray,
+        num_valid: np.ndarray,
+        source_row: np.ndarray,
+        reset: np.ndarray,
+        cache: TokenHistory,
+    ) -> tuple[np.ndarray, TokenHistory]:
+        cache = self._extend(
+            cache,
+            tf.constant(tokens, tf.int32),
+            tf.constant(num_valid, tf.int32),
+            tf.constant(source_row, tf.int32),
+            tf.constant(reset, tf.bool),
+        )
+        rows, length = cache.tokens.shape
+        shape = (rows, length, self.config.model.embed_dim)
+        own = self._stepper.decode(self._forward_program(1), cache, shape)
+        shard = self._chunks[-1].model.split
+        start, width = shard.part(self.config.model.vocab_size)
+        everyone = np.zeros([rows, width * shard.size], np.float32)
+        if own is not None and self.data_rank == 0:
+            everyone[:, start : start + width] = own
+        logits = self._share(tf.constant(everyone)).numpy()[:, : self.config.model.vocab_size]
+        logits[:, self._vocab_size :] = -np.inf
+        return logits, cache
 
     def timings(self) -> Callable[[], dict[str, float]]:
-        recorded = self._intervals
+        recorded, tensor_seconds = self._intervals, self._stopwatch.take()
 
         def seconds() -> dict[str, float]:
             by_axis: dict[str, list[np.ndarray]] = {}
             for intervals in recorded:
                 for axis, pairs in intervals.items():
                     by_axis.setdefault(axis, []).append(pairs.numpy())
-            return {axis: seconds_in_flight(np.concatenate(x)) for axis, x in by_axis.items()}
+            total = {axis: seconds_in_flight(np.concatenate(x)) for axis, x in by_axis.items()}
+            if self.mesh.sizes["tensor"] > 1:
+                total["tensor"] = total.get("tensor", 0.0) + tensor_seconds
+            return total
 
         return seconds
+
+
+def warn_of_slow_tensor_groups(mesh: Mesh, ranks_per_host: int) -> None:
+    """Says on standard error when tensor groups cross hosts, and what that costs."""
+    num_hosts = mesh.hosts_of_a_tensor_group(ranks_per_host)
+    if num_hosts > 1:
+        # One way, per GPU: NVLink of an A100 300 GB/s; a 400 Gb/s network shared by 8 GPUs.
+        ratio = math.floor(300 / (400 / 8 / 8))
+        print(
+            f"warning: each tensor group spans {num_hosts} hosts: four all-reduces a block cross"
+            f" the network, about {ratio} times slower than NVLink on 8-GPU hosts with 400 Gb/s."
+            f" Take --tensor_parallel_degree <= {ranks_per_host} and a --placement_strategy that"
+            " ends in T.",
+            file=sys.stderr,
+            flush=True,
+        )

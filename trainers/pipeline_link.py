@@ -1,6 +1,6 @@
 """Hidden states and gradients on their way between two pipeline ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -18,43 +18,46 @@ class Link:
 
     Args:
       group: the two ranks.
-      shape: (b, T, D) of a hidden state.
       dtype: of hidden states and their gradients: the compute dtype.
     """
 
-    def __init__(self, group: Group, shape: tuple[int, int, int], dtype: tf.DType) -> None:
+    def __init__(self, group: Group, dtype: tf.DType) -> None:
         assert group.size == 2
-        self._group, self._shape, self._dtype = group, shape, dtype
-        self._functions: dict[str, Callable] = {}
-        self._nothing = tf.zeros([0, shape[-1]], dtype)
+        self._group, self._dtype = group, dtype
+        self._functions: dict[tuple, Callable] = {}
 
     def exchange(
-        self, send: tf.Tensor | None, receives: bool
+        self, send: tf.Tensor | None, receives: bool, shape: Sequence[int]
     ) -> tuple[tf.Tensor | None, Intervals]:
         """Sends a hidden state (b, T, D), or nothing, and returns what the other rank sent.
 
         Args:
           send: what the other rank waits for.
           receives: whether it sends something.
+          shape: (b, T, D) of every message.
         """
-        directions = {self._group.rank: send is not None, 1 - self._group.rank: receives}
-        name = "up_and_down" if all(directions.values()) else "down" if directions[0] else "up"
-        if name not in self._functions:
-            self._functions[name] = self._make(name, send is not None, receives)
-        return self._functions[name](self._nothing if send is None else send)
+        key = (send is not None, receives, *shape)
+        if key not in self._functions:
+            self._functions[key] = self._make(*key)
+        nothing = tf.zeros([0, shape[2]], self._dtype) if send is None else send
+        received, intervals = self._functions[key](nothing)
+        return (received if receives else None), intervals
 
-    def _make(self, name: str, sends: bool, receives: bool) -> Callable:
-        rows, width = self._shape[0] * self._shape[1], self._shape[2]
+    def _make(self, sends: bool, receives: bool, rows: int, length: int, width: int) -> Callable:
+        directions = {self._group.rank: sends, 1 - self._group.rank: receives}
+        way = "up_and_down" if all(directions.values()) else "down" if directions[0] else "up"
+        name = f"{way}_{rows}x{length}"
         counts = [0, 0]
-        counts[1 - self._group.rank] = rows if sends else 0
+        counts[1 - self._group.rank] = rows * length if sends else 0
 
         @tf.function(autograph=False)
-        def run(tensor: tf.Tensor) -> tuple[tf.Tensor | None, Intervals]:
+        def run(tensor: tf.Tensor) -> tuple[tf.Tensor, Intervals]:
             clock = Clock()
             flat = tf.reshape(tensor, [-1, width])  # (b*T, D) or (0, D)
             received = self._group.exchange(flat, counts, name, clock)
-            if not receives:  # the output leaves the function all the same, or it might be pruned
-                return tf.ensure_shape(received, [0, width]), clock.intervals()
-            return tf.reshape(received, self._shape), clock.intervals()  # (b, T, D)
+            if not receives:
+                # The output leaves the function all the same: without that it might be pruned.
+                return received, clock.intervals()
+            return tf.reshape(received, [rows, length, width]), clock.intervals()  # (b, T, D)
 
         return run

@@ -82,4 +82,11 @@ def compute_order(
         forwards, backwards = _passes(num_ranks, num_microbatches, 1, num_microbatches)
         num_warmup = min(num_ranks - 1 - rank, num_microbatches, limit - 1)
         return _one_forward_one_backward(forwards, backwards, num_warmup)
-    raise NotImplementedError
+    forwards, backwards = _passes(num_ranks, num_microbatches, num_chunks, num_ranks)
+    num_warmup = min((num_ranks - 1 - rank) * 2 + (num_chunks - 1) * num_ranks, len(forwards))
+    return _one_forward_one_backward(forwards, backwards, num_warmup)
+
+
+def forward_order(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> list[Work]:
+    """Returns what every pipeline rank computes when there is no backward pass."""
+    return _passes(num_ranks, num_microbatches, num_chunks, num_ranks)[0]

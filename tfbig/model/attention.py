@@ -14,6 +14,7 @@ def causal_attention(
     document_ids: tf.Tensor | None = None,
     dropout_keys: tf.Tensor | None = None,
     dropout_rate: float = 0.0,
+    first_head: int = 0,
 ) -> tf.Tensor:
     """Returns softmax(q k^T / sqrt(head_dim)) v, each position seeing itself and what precedes.
 
@@ -22,6 +23,7 @@ def causal_attention(
       document_ids: (B, T) int32 or None; positions see their own document only.
       dropout_keys: (B,) uint32 from `sample_keys`, or None for no dropout.
       dropout_rate: share of attention weights that is dropped.
+      first_head: index of the first head here in the full layer, which keys its dropout.
 
     Returns:
       (B, T, H, head_dim). The softmax is computed in float32.
@@ -38,7 +40,9 @@ def causal_attention(
     weights = tf.nn.softmax(tf.where(visible, scores, tf.float32.min))  # (B, H, T, T)
     if dropout_keys is not None and dropout_rate > 0:
         shape = [num_heads, num_positions, num_positions]
-        index = tf.cast(tf.reshape(tf.range(math.prod(shape)), shape), tf.uint32)  # (H, T, T)
+        first = first_head * num_positions**2
+        index = tf.range(first, first + math.prod(shape))
+        index = tf.cast(tf.reshape(index, shape), tf.uint32)  # (H, T, T)
         mask = keep_mask(dropout_keys, index, dropout_rate)
         weights = tf.where(mask, weights * (1.0 / (1.0 - dropout_rate)), 0.0)
     output = tf.matmul(tf.cast(weights, value.dtype), value)  # (B, H, T, d)

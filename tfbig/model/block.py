@@ -3,6 +3,9 @@
 B = batch, T = time, D = width, H = heads, d = head_dim.
 """
 
+import functools
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
 
@@ -10,6 +13,7 @@ from tfbig.model.attention import causal_attention
 from tfbig.model.context import Context
 from tfbig.model.dropout import dropout, sample_keys
 from tfbig.model.layers import Projection, make_norm
+from tfbig.model.tensor_split import WHOLE, TensorSplit
 
 SITE_ATTENTION, SITE_RESIDUAL1, SITE_RESIDUAL2, SITE_EMBEDDING = range(4)
 
@@ -22,13 +26,24 @@ class CausalSelfAttention(keras.layers.Layer):
       num_heads: heads H.
       head_dim: width d of one head.
       rate: dropout rate of the attention weights.
+      split: which of the heads are here.
+      path: name of its collectives.
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, head_dim: int, rate: float = 0.0, **kwargs
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int,
+        rate: float = 0.0,
+        *,
+        split: TensorSplit = WHOLE,
+        path: str = "",
+        **kwargs,
     ) -> None:
         super().__init__(**kwargs)
-        self.rate = rate
+        self.rate, self.split, self.path_name = rate, split, path
+        self.first_head, num_heads = split.part(num_heads)
         dtype = self.dtype_policy
         with keras.name_scope(self.name):
             self.qkv = Projection((embed_dim,), (3, num_heads, head_dim), name="qkv", dtype=dtype)
@@ -41,9 +56,17 @@ class CausalSelfAttention(keras.layers.Layer):
         document_ids: tf.Tensor | None = None,
         dropout_keys: tf.Tensor | None = None,
     ) -> tf.Tensor:
+        x = self.split.enter(x, self.path_name)  # (B, T, D)
         query, key, value = tf.unstack(self.qkv(x), axis=2)  # 3 x (B, T, H, d)
-        attended = causal_attention(query, key, value, document_ids, dropout_keys, self.rate)
-        return self.out(attended)  # (B, T, D)
+        attended = causal_attention(
+            query, key, value, document_ids, dropout_keys, self.rate, self.first_head
+        )
+        return self.out(attended, leave=leave_of(self.split, self.path_name))  # (B, T, D)
+
+
+def leave_of(split: TensorSplit, name: str) -> Callable[[tf.Tensor], tf.Tensor] | None:
+    """Returns how a sublayer's products are summed; None where they are whole."""
+    return None if split.size == 1 else functools.partial(split.leave, name=name)
 
 
 class FeedForward(keras.layers.Layer):
@@ -53,11 +76,23 @@ class FeedForward(keras.layers.Layer):
       embed_dim: width D.
       ff_dim: width between the projections.
       activation: "relu" or "gelu_tanh" (arXiv 1606.08415, the tanh form that GPT-2 uses).
+      split: which part of the width between the projections is here.
+      path: name of its collectives.
     """
 
-    def __init__(self, embed_dim: int, ff_dim: int, activation: str, **kwargs) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        ff_dim: int,
+        activation: str,
+        *,
+        split: TensorSplit = WHOLE,
+        path: str = "",
+        **kwargs,
+    ) -> None:
         super().__init__(**kwargs)
-        self.activation = activation
+        self.activation, self.split, self.path_name = activation, split, path
+        _, ff_dim = split.part(ff_dim)
         dtype = self.dtype_policy
         with keras.name_scope(self.name):
             self.up = Projection((embed_dim,), (ff_dim,), name="up", dtype=dtype)
@@ -65,12 +100,12 @@ class FeedForward(keras.layers.Layer):
         self.built = True
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
-        hidden = self.up(x)  # (B, T, F)
+        hidden = self.up(self.split.enter(x, self.path_name))  # (B, T, F)
         if self.activation == "relu":
             hidden = tf.nn.relu(hidden)
         else:
             hidden = tf.nn.gelu(hidden, approximate=True)
-        return self.down(hidden)  # (B, T, D)
+        return self.down(hidden, leave=leave_of(self.split, self.path_name))  # (B, T, D)
 
 
 class TransformerBlock(keras.layers.Layer):
@@ -91,6 +126,7 @@ class TransformerBlock(keras.layers.Layer):
       attention_rate: dropout rate of the attention weights.
       index: global index of the block, which keys its dropout.
       seed: the run's seed, which keys its dropout.
+      split: which part of the block's width is here.
     """
 
     def __init__(
@@ -107,16 +143,33 @@ class TransformerBlock(keras.layers.Layer):
         attention_rate: float = 0.0,
         index: int = 0,
         seed: int = 0,
+        split: TensorSplit = WHOLE,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
         self.rate, self.norm_order, self.index, self.seed = rate, norm_order, index, seed
+        self.split = split
         dtype = self.dtype_policy
         with keras.name_scope(self.name):
             self.att = CausalSelfAttention(
-                embed_dim, num_heads, head_dim or embed_dim, attention_rate, name="att", dtype=dtype
+                embed_dim,
+                num_heads,
+                head_dim or embed_dim,
+                attention_rate,
+                split=split,
+                path=f"block_{index}.att",
+                name="att",
+                dtype=dtype,
             )
-            self.ffn = FeedForward(embed_dim, ff_dim, activation, name="ffn", dtype=dtype)
+            self.ffn = FeedForward(
+                embed_dim,
+                ff_dim,
+                activation,
+                split=split,
+                path=f"block_{index}.ffn",
+                name="ffn",
+                dtype=dtype,
+            )
             self.layernorm1 = make_norm(embed_dim, norm_epsilon, "layernorm1", dtype)
             self.layernorm2 = make_norm(embed_dim, norm_epsilon, "layernorm2", dtype)
         self.built = True
@@ -144,4 +197,6 @@ class TransformerBlock(keras.layers.Layer):
 
     def _drop(self, x: tf.Tensor, site: int, context: Context) -> tf.Tensor:
         keys = self._keys(site, self.rate, context)
-        return x if keys is None else dropout(x, keys, self.rate)
+        if keys is None:
+            return x
+        return dropout(x, keys, self.rate, self.split.first_position(x.shape[1]))

@@ -61,15 +61,19 @@ def keep_mask(keys: tf.Tensor, element_index: tf.Tensor, rate: float) -> tf.Tens
     ) >= tf.constant(int(rate * (1 << 31)), tf.int32)
 
 
-def dropout(x: tf.Tensor, keys: tf.Tensor, rate: float) -> tf.Tensor:
+def dropout(
+    x: tf.Tensor, keys: tf.Tensor, rate: float, first_position: int = 0
+) -> tf.Tensor:
     """Drops elements of a (B, T, D) tensor and scales the rest by 1/(1 - rate).
 
     Args:
-      x: (B, T, D), whole in its last two dims.
+      x: (B, T, D), whole in its last dim.
       keys: (B,) uint32, from `sample_keys`.
       rate: probability of being dropped.
+      first_position: where x's positions begin in the full tensor.
     """
     length, width = x.shape[1], x.shape[2]
-    index = tf.reshape(tf.range(length * width), [length, width])  # (T, D)
+    first = first_position * width
+    index = tf.reshape(tf.range(first, first + length * width), [length, width])  # (T, D)
     mask = keep_mask(keys, tf.cast(index, tf.uint32), rate)
     return tf.where(mask, x * tf.cast(1.0 / (1.0 - rate), x.dtype), tf.zeros((), x.dtype))

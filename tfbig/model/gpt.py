@@ -15,6 +15,8 @@ from tfbig.model.context import Context
 from tfbig.model.dropout import dropout, sample_keys
 from tfbig.model.initialization import initialize
 from tfbig.model.layers import Embedding, Projection, make_norm
+from tfbig.model.shared_loss import shared_head_loss
+from tfbig.model.tensor_split import WHOLE, TensorSplit
 from tfbig.variables import variable_specs
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
@@ -29,6 +31,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
       embed_dim: width D.
       with_positions: False leaves the position table out (the last pipeline stage of a model with
         a tied head needs only the token table).
+      split: which part of the vocabulary is here.
     """
 
     def __init__(
@@ -38,23 +41,38 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         embed_dim: int,
         *,
         with_positions: bool = True,
+        split: TensorSplit = WHOLE,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
         dtype = self.dtype_policy
-        self.pos_emb = None
+        self.pos_emb, self.split = None, split
+        self.first_token, num_rows = split.part(vocab_size)
         with keras.name_scope(self.name):
-            self.token_emb = Embedding(vocab_size, embed_dim, name="token_emb", dtype=dtype)
+            self.token_emb = Embedding(num_rows, embed_dim, name="token_emb", dtype=dtype)
             if with_positions:
                 self.pos_emb = Embedding(maxlen, embed_dim, name="pos_emb", dtype=dtype)
         self.built = True
 
     def call(self, tokens: tf.Tensor, position: tf.Tensor | None = None) -> tf.Tensor:
-        """Returns (B, T, D) for tokens (B, T); positions default to 0 ... T-1."""
+        """Returns (B, T, D) for tokens (B, T); positions default to 0 ... T-1.
+
+        Where positions are shared, T of the result is this part's.
+        """
         assert self.pos_emb is not None, "this embedding was made for a tied head alone"
         if position is None:
             position = tf.range(tf.shape(tokens)[1])
-        return self.token_emb(tokens) + self.pos_emb(position)
+        position = self.split.own_positions(position, position.shape.rank - 1)
+        return self._vectors(tokens) + self.pos_emb(position)
+
+    def _vectors(self, tokens: tf.Tensor) -> tf.Tensor:
+        if self.split.size == 1:
+            return self.token_emb(tokens)  # (B, T, D)
+        row = tokens - self.first_token
+        here = (row >= 0) & (row < self.token_emb.num_rows)  # (B, T)
+        vectors = self.token_emb(tf.where(here, row, 0))
+        vectors = tf.where(here[..., tf.newaxis], vectors, tf.zeros((), vectors.dtype))
+        return self.split.leave(vectors, "embedding")  # (B, T, D)
 
 
 class GPT(keras.Model):
@@ -67,6 +85,7 @@ class GPT(keras.Model):
       seed: keys initial values and dropout.
       precision: "float32" or "bfloat16"; variables are float32 either way.
       initial_values: False leaves variables at zero for a checkpoint to fill.
+      split: which part of each layer's width is built here; all of it by default.
     """
 
     def __init__(
@@ -77,11 +96,12 @@ class GPT(keras.Model):
         seed: int = 0,
         precision: str = "float32",
         initial_values: bool = True,
+        split: TensorSplit = WHOLE,
         name: str = "gpt",
     ) -> None:
         policy = keras.dtype_policies.get(POLICIES[precision])
         super().__init__(name=name, dtype=policy)
-        self.config, self.seed = config, seed
+        self.config, self.seed, self.split = config, seed, split
         self.block_range = block_range or (0, config.num_layers)
         first, stop = self.block_range
         self.has_embedding, self.has_head = first == 0, stop == config.num_layers
@@ -91,7 +111,7 @@ class GPT(keras.Model):
         # A model that is called without a context counts its own calls as steps.
         self._num_calls = tf.Variable(0, dtype=tf.int64, trainable=False)
         if initial_values:
-            initialize(config, seed, self.canonical_variables())
+            initialize(config, seed, self.canonical_variables(), split)
 
     @classmethod
     def from_config(cls, config: ModelConfig, block_range=None, **kwargs) -> "GPT":
@@ -107,6 +127,7 @@ class GPT(keras.Model):
                 config.vocab_size,
                 config.embed_dim,
                 with_positions=self.has_embedding,
+                split=self.split,
                 name="embedding_layer",
                 dtype=policy,
             )
@@ -118,7 +139,7 @@ class GPT(keras.Model):
         if self.has_head and not config.tied_head:
             self.dense = Projection(
                 (config.embed_dim,),
-                (config.vocab_size,),
+                (self.split.part(config.vocab_size)[1],),
                 use_bias=config.head_bias,
                 name="dense",
                 dtype=policy,
@@ -138,6 +159,7 @@ class GPT(keras.Model):
             attention_rate=config.attention_dropout,
             index=index,
             seed=self.seed,
+            split=self.split,
             name=f"transformer_blocks_{index}",
             dtype=policy,
         )
@@ -160,6 +182,19 @@ class GPT(keras.Model):
         assert len(order) == len(variables), "a variable is missing from the table of variables"
         return {path: variables[path] for path in order}
 
+    def compute_weights(self) -> dict[str, tf.Tensor]:
+        """Returns the variables' values as the layers compute with them, by canonical path.
+
+        Kernels, biases and norms are in the compute dtype, embedding tables in float32.
+        """
+        return {
+            path: tf.cast(
+                variable.value,
+                "float32" if path.startswith("embedding_layer/") else self.compute_dtype,
+            )
+            for path, variable in self.canonical_variables().items()
+        }
+
     def embed(self, tokens: tf.Tensor, context: Context | None = None) -> tf.Tensor:
         """Returns the hidden state (B, T, D) that enters the first block."""
         context = context or self._own_context(tokens, training=False)
@@ -168,18 +203,23 @@ class GPT(keras.Model):
         if not context.training or rate == 0.0:
             return hidden
         keys = sample_keys(self.seed, context.step, -1, SITE_EMBEDDING, context.sample_index)
-        return dropout(hidden, keys, rate)
+        return dropout(hidden, keys, rate, self.split.first_position(hidden.shape[1]))
 
     def logits(self, hidden: tf.Tensor) -> tf.Tensor:
-        """Returns the logits (B, T, V), in the compute dtype, of the last block's output."""
+        """Returns the logits (B, T, V), in the compute dtype, of the last block's output.
+
+        Where the vocabulary is shared, V is this part's, padding included.
+        """
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
+        hidden = self.split.enter(hidden, "head")
         if self.dense is not None:
             return self.dense(hidden)
-        width, vocab_size = self.config.embed_dim, self.config.vocab_size
-        flat = tf.reshape(hidden, [-1, width])  # (B*T, D)
-        logits = tf.matmul(flat, self.embedding_layer.token_emb.table(), transpose_b=True)
-        return tf.reshape(logits, tf.concat([tf.shape(hidden)[:-1], [vocab_size]], 0))  # (B, T, V)
+        table = self.embedding_layer.token_emb.table()  # (V, D)
+        flat = tf.reshape(hidden, [-1, self.config.embed_dim])  # (B*T, D)
+        logits = tf.matmul(flat, table, transpose_b=True)
+        shape = tf.concat([tf.shape(hidden)[:-1], [table.shape[0]]], 0)
+        return tf.reshape(logits, shape)  # (B, T, V)
 
     def head_loss(
         self, hidden: tf.Tensor, labels: tf.Tensor, loss_mask: tf.Tensor
@@ -191,7 +231,10 @@ class GPT(keras.Model):
           labels: (B, T) int32.
           loss_mask: (B, T), 1 where a label counts.
         """
-        return loss_functions.head_loss(self.logits(hidden), labels, loss_mask)
+        logits = self.logits(hidden)  # (B, T, V)
+        if self.split.size == 1:
+            return loss_functions.head_loss(logits, labels, loss_mask)
+        return shared_head_loss(logits, labels, loss_mask, self.split, self.config.vocab_size)
 
     def hidden_state(self, tokens: tf.Tensor, context: Context) -> tf.Tensor:
         """Returns the last block's output (B, T, D)."""

@@ -8,7 +8,8 @@ import keras
 import tensorflow as tf
 
 from tfbig.config import ModelConfig
-from tfbig.variables import variable_rule
+from tfbig.model.tensor_split import WHOLE, TensorSplit
+from tfbig.variables import variable_rule, variable_specs
 
 _PHILOX = 1  # algorithm id of StatelessRandomNormalV2
 _VALUES_PER_COUNTER = 4  # Philox-4x32 makes four 32-bit words a counter step
@@ -80,13 +81,31 @@ def initial_value(
     return normal_slice(seed, path, shape, dim, start, size, std)
 
 
-def initialize(config: ModelConfig, seed: int, variables: Mapping[str, keras.Variable]) -> None:
-    """Sets whole variables to their initial values, one at a time.
+def initialize(
+    config: ModelConfig,
+    seed: int,
+    variables: Mapping[str, keras.Variable],
+    split: TensorSplit = WHOLE,
+) -> None:
+    """Sets variables to their initial values, one at a time.
 
     Args:
       config: the model.
       seed: the run's seed.
-      variables: by canonical path; each as large as in the full model.
+      variables: by canonical path.
+      split: which part of each sharded variable is here; rows of padding become zero.
     """
+    shapes = {spec.path: spec.shape for spec in variable_specs(config)}
     for path, variable in variables.items():
-        variable.assign(initial_value(config, seed, path, tuple(variable.shape)))
+        shape, dim = shapes[path], variable_rule(path).shard_dim
+        if dim is None or split.size == 1:
+            variable.assign(initial_value(config, seed, path, shape))
+            continue
+        start, size = split.valid_part(shape[dim])
+        padding = variable.shape[dim] - size
+        if size == 0:
+            variable.assign(tf.zeros(variable.shape))
+            continue
+        value = initial_value(config, seed, path, shape, start, size)
+        pads = [[0, padding if index == dim else 0] for index in range(len(shape))]
+        variable.assign(tf.pad(value, pads) if padding else value)

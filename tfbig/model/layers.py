@@ -1,6 +1,7 @@
 """Layers under the blocks: embedding table and projection."""
 
 import math
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -81,11 +82,22 @@ class Projection(keras.layers.Layer):
         )
         self.built = True
 
-    def call(self, x: tf.Tensor) -> tf.Tensor:
+    def call(
+        self, x: tf.Tensor, leave: Callable[[tf.Tensor], tf.Tensor] | None = None
+    ) -> tf.Tensor:
+        """Returns (B, T, *output_shape).
+
+        Args:
+          x: (B, T, *input_shape).
+          leave: sums the products of a kernel whose input dims are shared, before the bias.
+        """
         num_in, num_out = math.prod(self.summed), math.prod(self.made)
         kernel = tf.reshape(tf.convert_to_tensor(self.kernel), [num_in, num_out])
         leading = tf.shape(x)[: x.shape.rank - len(self.summed)]  # (B, T)
         x = tf.matmul(tf.reshape(x, [-1, num_in]), kernel)  # (B*T, out)
+        if leave is not None:
+            x = leave(tf.reshape(x, tf.concat([leading, [num_out]], 0)))  # (B, T, out)
+            leading = tf.shape(x)[:2]
         if self.bias is not None:
             x = tf.nn.bias_add(x, tf.reshape(tf.convert_to_tensor(self.bias), [num_out]))
         return tf.reshape(x, tf.concat([leading, self.made], 0))  # (B, T, *output_shape)

@@ -1,0 +1,56 @@
+"""Whether all ranks run the same configuration and the same code."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from tfbig.config import Config
+from tfbig.errors import UserError
+from trainers.collectives import Engine
+
+PACKAGES = ("tfbig", "trainers", "data_pipeline")
+# What may differ between hosts.
+LOCAL_FIELDS = ("num_threads",)
+
+
+def fingerprint(config: Config) -> dict[str, int]:
+    """Returns a 63-bit hash of each field of the configuration, by flag, and of the code."""
+    hashes = {}
+    for section in dataclasses.asdict(config).values():
+        for name, value in section.items():
+            if name not in LOCAL_FIELDS:
+                hashes[f"--{name}"] = _hash(json.dumps(value, sort_keys=True).encode())
+    hashes["the installed code"] = _code_hash(Path(__file__).parents[1])
+    return hashes
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
+
+
+def _code_hash(root: Path) -> int:
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(path.read_bytes())
+    return _hash(digest.digest())
+
+
+def check_equal_ranks(engine: Engine, config: Config) -> None:
+    """Compares configuration and code over all ranks.
+
+    Raises:
+      UserError: on every rank, naming the fields that differ.
+    """
+    hashes = fingerprint(config)
+    differs = engine.differs(np.array(list(hashes.values()), np.int64))
+    if differs.any():
+        names = [name for name, differing in zip(hashes, differs, strict=True) if differing]
+        raise UserError(
+            f"the ranks differ in {', '.join(names)}: start all of them with the same flags and"
+            " the same code."
+        )

@@ -1,0 +1,148 @@
+"""What follows a step's passes on a mesh: reductions, the decision, the optimizer; one graph."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfbig.config import Config
+from tfbig.optimizer import Optimizer, decide, squared_norm
+from trainers.base import Batch, StepResult
+from trainers.buckets import flatten, plan_buckets, unflatten
+from trainers.collectives import Clock, Group
+from trainers.gradients import Gradients
+from trainers.tensor_table import TOKEN_TABLE, Shard
+
+NUM_SIGNALS = 4
+FLOAT32_BYTES = 4
+
+
+class MeshGroups(NamedTuple):
+    """The groups this rank belongs to."""
+
+    world: Group
+    data: Group
+    tensor: Group
+    tied: Group | None  # first and last stage, on ranks of these where the head is tied
+
+
+class Update:
+    """Reduces gradients and sums over the mesh and applies one optimizer update.
+
+    Args:
+      config: of the run.
+      shards: of this rank's variables, by path.
+      groups: this rank's.
+      optimizer: over this rank's variables.
+      num_sources: of the data.
+      sums_here: whether this rank's loss sums count: one rank of the last stage a replica.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        shards: Mapping[str, Shard],
+        groups: MeshGroups,
+        optimizer: Optimizer,
+        num_sources: int,
+        sums_here: bool,
+    ) -> None:
+        self._config, self._shards, self._groups = config, shards, groups
+        self._optimizer, self._num_sources, self._sums_here = optimizer, num_sources, sums_here
+        self._shapes = {path: tf.TensorShape(s.local_shape) for path, s in shards.items()}
+        sizes = {path: shape.num_elements() for path, shape in self._shapes.items()}
+        max_elements = (config.parallel.bucket_megabytes << 20) // FLOAT32_BYTES
+        self._buckets = plan_buckets(sizes, max_elements)
+        self.run = tf.function(self._graph, autograph=False)
+        self.reduce = tf.function(self._reduce, autograph=False)
+
+    def _reduce(self, gradients: Gradients, clock: Clock | None = None) -> Gradients:
+        """Returns gradients summed over all ranks that hold a share of them."""
+        reduced = dict(gradients)
+        replicated = [path for path, shard in self._shards.items() if not shard.is_sharded]
+        if self._config.parallel.sequence_parallel and self._groups.tensor.size > 1:
+            # Each rank saw its own positions only.
+            flat = flatten(reduced, replicated)
+            flat = self._groups.tensor.all_reduce(flat, "replicated", clock=clock)
+            reduced |= unflatten(flat, self._shapes, replicated)
+        if self._groups.tied is not None:
+            table = self._groups.tied.all_reduce(reduced[TOKEN_TABLE], "table", clock=clock)
+            reduced[TOKEN_TABLE] = table
+        if self._groups.data.size > 1:
+            for index, paths in enumerate(self._buckets):
+                flat = flatten(reduced, paths)
+                flat = self._groups.data.all_reduce(flat, f"gradients_{index}", clock=clock)
+                reduced |= unflatten(flat, self._shapes, paths)
+        return reduced
+
+    def _graph(
+        self,
+        totals: Gradients,
+        batch: Batch,
+        row_sums: Sequence[tuple[tf.Tensor, tf.Tensor]],
+        learning_rate: tf.Tensor,
+        max_loss: tf.Tensor,
+        signal: tf.Tensor,
+    ) -> tuple[StepResult, dict[str, tf.Tensor]]:
+        """Returns the step's result, equal on every rank, and when collectives were in flight.
+
+        Args:
+          totals: gradients of this rank's passes, by path.
+          batch: this rank's.
+          row_sums: (loss sum (b,), tokens (b,)) of each microbatch; empty but on the last stage.
+          learning_rate, max_loss: scalar float32.
+          signal: scalar int32.
+        """
+        clock = Clock()
+        gradients = self._reduce(totals, clock)
+        counted = {path: g for path, g in gradients.items() if self._shards[path].is_counted}
+        norm = tf.cast(squared_norm(counted), tf.float64) if counted else tf.zeros([], tf.float64)
+        vector = tf.concat([[norm], self._sums(batch, row_sums, signal)], 0)
+        # Every rank takes part, so that none goes on, or ends, before all have come this far.
+        vector = self._groups.world.all_reduce(vector, "sums", clock=clock)
+        count = self._num_sources
+        parts = tf.split(vector, [1, 1, 1, count, count, NUM_SIGNALS])
+        norm, loss_sum, num_tokens = parts[0][0], parts[1][0], parts[2][0]
+        config = self._config.optimizer
+        decision = decide(config, tf.cast(norm, tf.float32), loss_sum, num_tokens, max_loss)
+        self._optimizer.apply(gradients, learning_rate, decision)
+        seen = tf.range(NUM_SIGNALS) * tf.cast(parts[5] > 0, tf.int32)  # (signals,)
+        result = StepResult(
+            loss_sum=loss_sum,
+            num_tokens=num_tokens,
+            source_loss_sum=parts[3],
+            source_num_tokens=parts[4],
+            grad_norm=decision.grad_norm,
+            applied=decision.applied,
+            loss_scale=tf.constant(1.0),
+            signal=tf.reduce_max(seen),
+        )
+        return result, clock.intervals()
+
+    def _sums(
+        self,
+        batch: Batch,
+        row_sums: Sequence[tuple[tf.Tensor, tf.Tensor]],
+        signal: tf.Tensor,
+    ) -> tf.Tensor:
+        """Returns (2 + 2 sources + signals,) float64; the signal is a one-hot, so sums carry it."""
+        if row_sums and self._sums_here:
+            row_loss, row_tokens = (tf.concat(parts, 0) for parts in zip(*row_sums, strict=True))
+        else:
+            row_loss = row_tokens = tf.zeros(batch["source_index"].shape)
+        row_loss, row_tokens = tf.cast(row_loss, tf.float64), tf.cast(row_tokens, tf.float64)
+        by_source = functools.partial(
+            tf.math.unsorted_segment_sum,
+            segment_ids=batch["source_index"],
+            num_segments=self._num_sources,
+        )
+        return tf.concat(
+            [
+                [tf.reduce_sum(row_loss), tf.reduce_sum(row_tokens)],
+                by_source(row_loss),
+                by_source(row_tokens),
+                tf.one_hot(signal, NUM_SIGNALS, dtype=tf.float64),
+            ],
+            0,
+        )

@@ -1,0 +1,104 @@
+"""Whether degrees, microbatches and model fit together; the arithmetic when not. TensorFlow-free."""
+
+from tfbig.config import Config
+from tfbig.errors import UserError
+
+
+def derive_microbatch_size(global_batch: int, num_replicas: int, microbatches: int) -> int:
+    """Returns the sequences of one forward pass.
+
+    Args:
+      global_batch: sequences of an update over all ranks.
+      num_replicas: copies of the model that share them.
+      microbatches: forwards a replica and step.
+
+    Raises:
+      UserError: global_batch is no multiple of num_replicas x microbatches.
+
+    >>> derive_microbatch_size(64, 4, 8)
+    2
+    """
+    forwards = num_replicas * microbatches
+    if global_batch % forwards:
+        below = global_batch // forwards * forwards
+        near = f"{below} or {below + forwards}" if below else str(forwards)
+        raise UserError(
+            f"--global_batch={global_batch} is no multiple of {num_replicas} replicas x"
+            f" {microbatches} microbatches = {forwards}: take a global batch of {near}."
+        )
+    return global_batch // forwards
+
+
+def num_chunks(config: Config) -> int:
+    """Returns the parts of the model on each pipeline rank: 1 unless interleaved."""
+    parallel = config.parallel
+    interleaved = parallel.pipeline == "interleaved" and parallel.pipeline_parallel_degree > 1
+    return parallel.num_chunks if interleaved else 1
+
+
+def check_data_parallel_only(config: Config) -> None:
+    """Checks that a strategy which holds whole models isn't asked to cut one.
+
+    Raises:
+      UserError: a pipeline or tensor degree above 1.
+    """
+    parallel = config.parallel
+    for name in ("pipeline_parallel_degree", "tensor_parallel_degree"):
+        degree = getattr(parallel, name)
+        if degree > 1:
+            raise UserError(
+                f"--strategy={parallel.strategy} is data parallel only, but --{name}={degree}: "
+                "use --strategy=pipeline, which runs any mesh."
+            )
+
+
+def check_mesh_fits(config: Config) -> None:
+    """Checks that the model can be cut as the degrees ask.
+
+    Raises:
+      UserError: with the arithmetic.
+    """
+    _check_pipeline(config)
+    _check_tensor(config)
+
+
+def _check_pipeline(config: Config) -> None:
+    parallel, layers = config.parallel, config.model.num_layers
+    degree, chunks = parallel.pipeline_parallel_degree, num_chunks(config)
+    if chunks < 1:
+        raise UserError(f"--num_chunks={parallel.num_chunks} must be at least 1.")
+    if degree * chunks > layers:
+        parts = f"{degree} stages" if chunks == 1 else f"{degree} ranks x {chunks} chunks"
+        raise UserError(
+            f"--pipeline_parallel_degree={degree}: {parts} need at least {degree * chunks} blocks,"
+            f" but the model has {layers}: take at most {layers // chunks} stages."
+        )
+    if parallel.active_microbatches < 0:
+        raise UserError(
+            f"--active_microbatches={parallel.active_microbatches} must be at least 1, or 0 for no"
+            " limit."
+        )
+    if not 0.0 <= parallel.memory_weight <= 1.0:
+        raise UserError(f"--memory_weight={parallel.memory_weight} must lie between 0 and 1.")
+
+
+def _check_tensor(config: Config) -> None:
+    model, degree = config.model, config.parallel.tensor_parallel_degree
+    for name, length in (
+        ("--num_heads", model.num_heads),
+        ("--feed_forward_dim", model.hidden_dim),
+    ):
+        if length % degree:
+            divisors = [d for d in range(1, degree) if length % d == 0]
+            raise UserError(
+                f"--tensor_parallel_degree={degree} does not divide {name}={length}"
+                f" ({length} = {degree} x {length // degree} + {length % degree}): take"
+                f" {divisors[-1]} or another size."
+            )
+    length = config.data.sequence_length
+    if config.parallel.sequence_parallel and length % degree:
+        raise UserError(
+            f"--sequence_parallel shares the {length} positions of a sample among"
+            f" --tensor_parallel_degree={degree} ranks, which do not divide them"
+            f" ({length} = {degree} x {length // degree} + {length % degree})."
+        )
