@@ -53,6 +53,12 @@ def building(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 folder.rmdir()
             raise
+        remove_marker(folder)
+
+
+def remove_marker(folder: Path) -> None:
+    """Removes the marker of a complete folder, which a kill right before that leaves behind."""
+    with contextlib.suppress(OSError):
         (folder / MARKER).unlink()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline import manifest
-from data_pipeline.building import building
+from data_pipeline.building import building, remove_marker
 from data_pipeline.sharding import SplitShards, write_split
 from data_pipeline.shards import RecordLayout, row_features
 from data_pipeline.sources import InputFile, find_inputs, write_stdlib_corpus
@@ -75,6 +75,7 @@ def prepare(config: PrepareConfig, say: Say | None = None) -> Path:
     try:
         if manifest.exists(folder):
             _check_same(folder, settings)
+            remove_marker(folder)
             say(f"{folder} is already prepared")
         else:
             inputs = None if config.source == STDLIB else find_inputs(config.source)
