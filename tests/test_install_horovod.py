@@ -34,7 +34,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 class TestEdits:
     def test_all_cures_are_there(self):
-        assert {edit.letter for edit in EDITS} == set("abcdefgh")
+        assert {edit.letter for edit in EDITS} == set("abcdefghi")
         assert sum(edit.letter == "c" for edit in EDITS) == 11
 
     @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: f"{edit.letter}-{edit.path}")

@@ -39,7 +39,7 @@ def run(
     from data_pipeline.tokenizer import Tokenizer
     from tfbig.generation.generator import generate_tokens
 
-    tokenizer = Tokenizer.load(saved.tokenizer_path)
+    tokenizer = Tokenizer.load(saved.folder.tokenizer_path)
     layout = saved.with_parallel(parallel)
     trainer = trainers.trainer_class(layout.parallel.strategy)(layout)
     try:

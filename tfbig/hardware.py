@@ -38,7 +38,7 @@ def peak_flops(precision: str) -> tuple[float, str]:
 
 def _measured_peak(dtype: tf.DType, size: int = 1024, repeats: int = 6) -> float:
     left = tf.cast(tf.random.stateless_normal([size, size], [1, 2]), dtype)
-    product = tf.function(lambda a, b: tf.reduce_max(tf.matmul(a, b)))
+    product = tf.function(lambda a, b: tf.reduce_max(tf.matmul(a, b)), autograph=False)
     product(left, left)
     best = float("inf")
     for _ in range(repeats):

@@ -48,6 +48,7 @@ class _Pending(NamedTuple):
     learning_rate: float
     result: Any
     communication: Callable[[], dict[str, float]]
+    start: float
     data_wait: float
 
 
@@ -86,17 +87,17 @@ class Loop:
         self._saved_step = progress.step if resumed else -1
         self._stopping = False
         pending: _Pending | None = None
-        self._mark = time.perf_counter()
         first = True
         while progress.step < self.config.run.steps and not self._stopping:
             launched = self._launch(progress)
             progress = launched.progress
             if first:
                 launched.result.loss_sum.numpy()
-                self._call("on_compiled", time.perf_counter() - self._mark)
+                self._call("on_compiled", time.perf_counter() - launched.start)
                 first = False
             if pending is not None:
-                self._finish(pending)
+                # Steady state: a step lasts until the next one is launched.
+                self._finish(pending, launched.start)
             pending = launched
             if self._is_due(progress.step) or self._stopping:
                 self._finish(pending)
@@ -122,14 +123,13 @@ class Loop:
         after = Progress(
             progress.step + 1, progress.consumed_samples + self.config.run.global_batch
         )
-        return _Pending(after, rate, result, self.trainer.timings(), data_wait)
+        return _Pending(after, rate, result, self.trainer.timings(), start, data_wait)
 
-    def _finish(self, pending: _Pending) -> None:
-        """Reads a step's result and reports it."""
+    def _finish(self, pending: _Pending, end: float | None = None) -> None:
+        """Reads a step's result and reports it; without `end` it lasted until now."""
         signal = int(pending.result.signal)  # waits for the step
-        now = time.perf_counter()
-        times = StepTimes(now - self._mark, pending.data_wait, pending.communication())
-        self._mark = now
+        seconds = (end or time.perf_counter()) - pending.start
+        times = StepTimes(seconds, pending.data_wait, pending.communication())
         record = train_record(
             pending.progress.step,
             pending.progress.consumed_samples,
@@ -167,7 +167,6 @@ class Loop:
             self._call("on_evaluation", self._evaluation)
         if last or (run.checkpoint_every and progress.step % run.checkpoint_every == 0):
             self._checkpoint(progress)
-        self._mark = time.perf_counter()
 
     def _checkpoint(self, progress: Progress) -> None:
         start = time.perf_counter()

@@ -59,6 +59,11 @@ class RunFolder:
         return self.path / "config.json"
 
     @property
+    def tokenizer_path(self) -> Path:
+        """The run's own copy of its data's tokenizer."""
+        return self.path / "tokenizer.json"
+
+    @property
     def metrics_path(self) -> Path:
         """One JSON record a line, of kind train or eval."""
         return self.path / "metrics.jsonl"

@@ -57,11 +57,6 @@ class SavedRun:
         """Of the checkpoint."""
         return self.reader.step
 
-    @property
-    def tokenizer_path(self) -> Path:
-        """The run's own copy of its tokenizer."""
-        return self.folder.path / "tokenizer.json"
-
     def with_parallel(self, values: dict[str, Any]) -> Config:
         """Returns the run's configuration on another layout.
 

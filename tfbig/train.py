@@ -1,6 +1,5 @@
 """Trains a GPT: `python -m tfbig.train --strategy=horovod`, alone or under horovodrun."""
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +50,7 @@ def run(config: Config, command: Sequence[str] = ()) -> int:
 
 
 def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
+    from tfbig.durable_file import write_atomic
     from tfbig.evaluation import evaluate
     from tfbig.hardware import peak_flops
     from tfbig.hooks import main_rank_hooks
@@ -58,8 +58,12 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
     from tfbig.metrics import Throughput
     from tfbig.run_state import StateKeeper, check_shared
     from tfbig.stop_signal import StopSignal
+    from trainers.validate import derive_microbatch_size
 
     # Data.
+    derive_microbatch_size(
+        config.run.global_batch, trainer.num_replicas, config.parallel.microbatches
+    )
     data = open_data(config, trainer)
 
     # Run folder and the checkpoint to go on from.
@@ -88,6 +92,8 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
     hooks = []
     if trainer.rank == 0:
         folder.write_config(to_dict(config), command)
+        # The run's own copy: its readers need nothing else of the data folder.
+        write_atomic(folder.tokenizer_path, data.tokenizer_path.read_bytes())
         hooks = main_rank_hooks(config, folder)
         introduce(config, trainer, data, total_peak, peak_source, notes)
 
@@ -128,12 +134,13 @@ def open_data(config: Config, trainer: Any) -> Any:
     Raises:
       UserError: on every rank, when it cannot be prepared or does not fit the model.
     """
+    from data_pipeline import manifest
     from data_pipeline.dataset import TokenData
-    from data_pipeline.preparation import is_prepared, prepare
+    from data_pipeline.preparation import prepare
 
-    path = config.data.data or default_data_folder(config)
+    path = config.data.data
     error: UserError | None = None
-    if trainer.rank == 0 and not config.data.data and not is_prepared(path):
+    if trainer.rank == 0 and path == default_data_folder(config) and not manifest.exists(path):
         try:
             prepare(
                 PrepareConfig(
@@ -221,10 +228,12 @@ def config_from(values: dict[str, Any]) -> Config:
     """
     config = presets.preset(values.get("preset", RunConfig.preset))
     config = replace_fields(config, values)
+    defaults = {}
     if not config.run.run_dir:
-        folder = f"runs/{config.run.preset}"
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=folder))
-    return config
+        defaults["run_dir"] = f"runs/{config.run.preset}"
+    if not config.data.data:
+        defaults["data"] = default_data_folder(config)
+    return replace_fields(config, defaults)
 
 
 def _body(arguments: Sequence[str]) -> int:

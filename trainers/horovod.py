@@ -11,6 +11,7 @@ from trainers.collectives import Clock, Engine, Group, distributed_tape
 from trainers.devices import prepare_devices
 from trainers.gradients import BatchSums, Gradients, batch_gradients
 from trainers.replica import ReplicaTrainer
+from trainers.validate import check_data_parallel_only
 
 FLOAT32_BYTES = 4
 
@@ -35,6 +36,7 @@ class HorovodTrainer(ReplicaTrainer):
     """Trains a replica in each process that horovodrun started; alone, it is a world of one."""
 
     def __init__(self, config: Config) -> None:
+        check_data_parallel_only(config)
         self.config = config
         self._reduction = gradient_reduction(config.parallel)
         # Horovod starts before TensorFlow touches a device, so that each process can pin its own.
@@ -70,7 +72,7 @@ class HorovodTrainer(ReplicaTrainer):
         """Gives every rank the variables of rank 0, the model's and the optimizer's."""
         state = self._variables | self._optimizer.state()
 
-        @tf.function
+        @tf.function(autograph=False)
         def broadcast_all() -> None:
             for path, variable in state.items():
                 variable.assign(self._data.broadcast(variable.read_value(), 0, f"state/{path}"))

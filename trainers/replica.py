@@ -46,9 +46,9 @@ class ReplicaTrainer(Trainer):
         decayed = {path: variable_rule(path).decayed for path in self._variables}
         self._optimizer = Optimizer(config.optimizer, self._variables, decayed, training)
         self._intervals: dict[str, tf.Tensor] = {}
-        self._train = tf.function(self._train_graph)
-        self._evaluate = tf.function(self._evaluate_graph)
-        self._decode = tf.function(self._decode_graph)
+        self._train = tf.function(self._train_graph, autograph=False)
+        self._evaluate = tf.function(self._evaluate_graph, autograph=False)
+        self._decode = tf.function(self._decode_graph, autograph=False)
 
     # What a strategy adds.
 

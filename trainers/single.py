@@ -5,12 +5,14 @@ import numpy as np
 from tfbig.config import Config
 from trainers.devices import prepare_devices
 from trainers.replica import ReplicaTrainer
+from trainers.validate import check_data_parallel_only
 
 
 class SingleTrainer(ReplicaTrainer):
     """Trains on one device."""
 
     def __init__(self, config: Config) -> None:
+        check_data_parallel_only(config)
         self.config = config
         prepare_devices(config.parallel)
 

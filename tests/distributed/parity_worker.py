@@ -99,7 +99,9 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
     state = gather(trainer, output, trainer.state_slices())
     saw |= {f"state/{path}": value for path, value in state.items()}
     if config.parallel.strategy != "pipeline":
-        saw["operations"] = operations(trainer)
+        collectives = operations(trainer)
+        saw["operations"] = np.array(sorted(set(collectives)) or ["none"])
+        saw["num_all_reduces"] = np.array(collectives.count("HorovodAllreduce"))
     saw["in_flight"] = np.array(sum(trainer.timings()().values()))
     if config.parallel.strategy != "pipeline":
         saw["evaluation"] = np.stack(trainer.evaluate_step(local_batch(trainer, 7)))
@@ -117,7 +119,7 @@ def first_gradients(trainer) -> list[Slice]:
     if hasattr(trainer, "gradient_slices"):
         return trainer.gradient_slices(local_batch(trainer, 0), 0)
 
-    @tf.function
+    @tf.function(autograph=False)
     def run(batch):
         return trainer._gradients(batch, tf.constant(0, tf.int64), Clock())[0]
 
@@ -157,17 +159,17 @@ def gather(trainer, folder: Path, slices: Iterable[Slice]) -> dict[str, np.ndarr
     return whole
 
 
-def operations(trainer) -> np.ndarray:
-    """Returns which kinds of collectives the training step's graph has."""
+def operations(trainer) -> list[str]:
+    """Returns the kinds of the training step's collectives, those in branches included."""
     graph = trainer._train.get_concrete_function(
         local_batch(trainer, 0),
         tf.TensorSpec([], tf.int64),
         tf.TensorSpec([], tf.float32),
         tf.TensorSpec([], tf.float32),
         tf.TensorSpec([], tf.int32),
-    ).graph
-    kinds = sorted({op.type for op in graph.get_operations() if op.type.startswith("Horovod")})
-    return np.array(kinds or ["none"])
+    ).graph.as_graph_def()
+    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+    return [node.op for node in nodes if node.op.startswith("Horovod")]
 
 
 def spread(trainer) -> np.ndarray:

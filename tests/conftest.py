@@ -1,0 +1,59 @@
+"""Shared by all tests: few threads, and a small data folder made once."""
+
+import json
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import pytest
+
+from tfbig.config import PrepareConfig
+
+SMALL_LENGTH, SMALL_VOCABULARY = 32, 384
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory) -> str:
+    """A data folder of real text, prepared in a second: 40 files of the standard library."""
+    import sysconfig
+    from pathlib import Path
+
+    from data_pipeline.preparation import prepare
+
+    folder = tmp_path_factory.mktemp("small_data")
+    library = Path(sysconfig.get_path("stdlib"))
+    with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
+        for number, path in enumerate(sorted(library.glob("*.py"))[:40]):
+            text = path.read_text(encoding="utf-8")[:6000]
+            source = "even" if number % 2 == 0 else "odd"
+            file.write(json.dumps({"text": text, "meta": {"pile_set_name": source}}) + "\n")
+    prepare(
+        PrepareConfig(
+            data=str(folder / "data"),
+            source=str(folder / "text.jsonl"),
+            sequence_length=SMALL_LENGTH,
+            vocab_size=SMALL_VOCABULARY,
+            validation_fraction=0.15,
+        )
+    )
+    return str(folder / "data")
+
+
+@pytest.fixture(scope="session")
+def small_flags(small_data) -> list[str]:
+    """Flags of a run that trains a very small model on `small_data`."""
+    return [
+        f"--data={small_data}",
+        f"--sequence_length={SMALL_LENGTH}",
+        f"--max_length={SMALL_LENGTH}",
+        f"--vocab_size={SMALL_VOCABULARY}",
+        "--embed_dim=32",
+        "--num_layers=1",
+        "--num_heads=2",
+        "--dropout=0.1",
+        "--global_batch=6",
+        "--warmup_steps=3",
+        "--decay_steps=20",
+        "--log_every=1",
+    ]

@@ -1,0 +1,131 @@
+"""Horovod trains what one device trains: real processes, both reductions, faults that are found."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from tests.distributed.launch import horovodrun, run
+
+WORKER = "tests/distributed/parity_worker.py"
+TOLERANCE = 1e-5
+SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.5, "weight_decay": 0.01}
+ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3}
+DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
+UNTIED = {"tied_head": False}
+TAPE = {"strategy": "horovod", "gradient_reduction": "tape"}
+# One megabyte holds the tiny model's gradients in one bucket; a bucket of 0 is not allowed, so
+# the wide model's are spread over several.
+BUCKETS = {"strategy": "horovod", "gradient_reduction": "buckets", "bucket_megabytes": 1}
+WIDE = {"embed_dim": 256, "num_heads": 4}
+CASES = {
+    # name: (fields beside strategy's, model, strategies under horovodrun)
+    "sgd": (SGD, {}, {"tape": TAPE, "buckets": BUCKETS}),
+    "adamw": (ADAMW, {}, {"tape": TAPE, "buckets": BUCKETS}),
+    "dropout": (SGD, DROPOUT, {"tape": TAPE}),
+    "untied": (SGD, UNTIED, {"buckets": BUCKETS}),
+    "wide": (SGD, WIDE, {"buckets": BUCKETS}),
+    "accumulated": (SGD, DROPOUT, {"buckets": {"strategy": "horovod", "microbatches": 2}}),
+}
+FAULTS = ("missing_allreduce", "mean_of_means")
+
+
+def reference_cases() -> list[dict]:
+    return [
+        {"name": name, "fields": {"strategy": "single", **fields}, "model": model}
+        for name, (fields, model, _) in CASES.items()
+    ]
+
+
+def horovod_cases(num_processes: int) -> list[dict]:
+    cases = [
+        {"name": f"{name}_{kind}", "fields": {**fields, **extra}, "model": model}
+        for name, (fields, model, kinds) in CASES.items()
+        for kind, extra in kinds.items()
+    ]
+    if num_processes == 2:
+        cases += [{"name": fault, "fields": {**SGD, **BUCKETS}, "break": fault} for fault in FAULTS]
+    return cases
+
+
+@pytest.fixture(scope="module")
+def saw(tmp_path_factory) -> dict[tuple[int, str], dict[str, np.ndarray]]:
+    """What rank 0 saw, by (number of processes, case); 1 is `single`."""
+    results = {}
+    launches = {1: reference_cases(), 2: horovod_cases(2), 3: horovod_cases(3)}
+    for num_processes, cases in launches.items():
+        folder = tmp_path_factory.mktemp(f"world{num_processes}")
+        arguments = [WORKER, str(folder), json.dumps(cases)]
+        if num_processes == 1:
+            done = run([sys.executable, *arguments], timeout=300)
+        else:
+            done = horovodrun(num_processes, arguments, timeout=600)
+        assert done.returncode == 0, done.stdout
+        for case in cases:
+            results[num_processes, case["name"]] = dict(np.load(folder / f"{case['name']}.npz"))
+    return results
+
+
+def largest_error(a: dict, b: dict, prefix: str) -> tuple[float, str]:
+    """The largest relative error of a tensor: ||a-b|| / max(||b||, 1e-3 x the largest norm)."""
+    norms = {path: np.linalg.norm(value) for path, value in b.items() if path.startswith(prefix)}
+    floor = 1e-3 * max(norms.values())
+    return max(
+        (float(np.linalg.norm(a[path] - b[path]) / max(norm, floor)), path)
+        for path, norm in norms.items()
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("case", [(n, k) for n, (_, _, kinds) in CASES.items() for k in kinds])
+def test_horovod_equals_single(saw, num_processes, case):
+    name, kind = case
+    result, reference = saw[num_processes, f"{name}_{kind}"], saw[1, name]
+    np.testing.assert_allclose(result["losses"], reference["losses"], rtol=TOLERANCE)
+    error, path = largest_error(result, reference, "gradient/")
+    assert error < TOLERANCE, path
+    if name != "adamw":  # under Adam, weights whose true gradient is zero drift by noise
+        error, path = largest_error(result, reference, "state/")
+        assert error < TOLERANCE, path
+    for step in range(3):
+        np.testing.assert_allclose(
+            result[f"sources/{step}"], reference[f"sources/{step}"], rtol=TOLERANCE
+        )
+    np.testing.assert_allclose(result["evaluation"], reference["evaluation"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_all_processes_and_both_reductions_took_part(saw, num_processes):
+    for (world, name), result in saw.items():
+        if world != num_processes:
+            continue
+        assert result["size"] == num_processes
+        assert result["ranks"] == sum(10**rank for rank in range(num_processes))
+        assert set(result["signals"]) == {num_processes - 1}  # the largest signal any rank passed
+        assert result["in_flight"] > 0
+        if name in FAULTS:
+            continue
+        assert result["spread"] == 0, "ranks hold different weights"
+        operations = set(result["operations"])
+        assert ("HorovodGroupedAllreduce" in operations) is name.endswith("tape"), operations
+        reduces = int(result["num_all_reduces"])
+        expected = 1 if name.endswith("tape") else 2 if not name.startswith("wide") else 8
+        assert reduces >= expected, (name, reduces)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(saw, fault):
+    result, reference = saw[2, fault], saw[1, "sgd"]
+    error, _ = largest_error(result, reference, "gradient/")
+    assert error > 0.1
+    error, _ = largest_error(result, reference, "state/")
+    assert error > 100 * TOLERANCE
+
+
+@pytest.mark.distributed
+def test_dropout_is_really_on(saw):
+    assert not np.allclose(saw[1, "dropout"]["losses"], saw[1, "sgd"]["losses"], rtol=1e-3)
