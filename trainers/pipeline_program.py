@@ -91,21 +91,34 @@ class _Simulation:
 
     def _exchange(self) -> None:
         # Even edges of the ring first, then odd ones, so that disjoint pairs meet side by side.
-        pairs = {tuple(sorted(edge)) for edge, waiting in self.outbox.items() if waiting}
-        while pairs:
+        moved = True
+        while moved:
+            moved = False
+            pairs = {tuple(sorted(edge)) for edge, waiting in self.outbox.items() if waiting}
             for low, high in sorted(pairs, key=lambda pair: (pair[0] % 2, pair)):
-                if self._idle(low) and self._idle(high):
-                    down = self._take(low, high)
-                    up = self._take(high, low)
+                if self._awaited(low, high) or self._awaited(high, low):
+                    down, up = self._take(low, high), self._take(high, low)
                     self.actions[low].append(Exchange(high, down, up))
                     self.actions[high].append(Exchange(low, up, down))
-            pairs = {
-                (low, high)
-                for low, high in pairs
-                if self._idle(low)
-                and self._idle(high)
-                and (self.outbox.get((low, high)) or self.outbox.get((high, low)))
-            }
+                    moved = True
+
+    def _awaited(self, source: int, target: int) -> bool:
+        """Whether the two meet now: both idle, and the target's next work waits for the source.
+
+        Over several chunks a rank meets two neighbours, and a meeting that is put off delays the
+        other one: there, whatever is ready goes.
+        """
+        ready = self.outbox.get((source, target), [])
+        if not (ready and self._idle(source) and self._idle(target)):
+            return False
+        message = self._next_message(target)
+        waits = message in ready and message not in self.inbox[target]
+        return waits or self.num_chunks > 1
+
+    def _next_message(self, rank: int) -> Message | None:
+        if self.next[rank] == len(self.orders[rank]):
+            return None
+        return needed(self.orders[rank][self.next[rank]], rank, self.num_ranks, self.num_chunks)
 
     def _take(self, source: int, target: int) -> Message | None:
         waiting = self.outbox.get((source, target))
@@ -153,3 +166,45 @@ def plan_programs(
         Program(rank, len(orders), num_chunks, tuple(actions))
         for rank, actions in enumerate(simulation.actions)
     ]
+
+
+def simulated_seconds(
+    programs: Sequence[Program],
+    forward_time: float = 1.0,
+    backward_time: float = 2.0,
+    exchange_time: float = 0.0,
+) -> float:
+    """Returns how long all ranks together take, if exchanges are rendezvous.
+
+    Args:
+      programs: of all pipeline ranks.
+      forward_time, backward_time: of one pass through one chunk.
+      exchange_time: of one exchange.
+
+    Raises:
+      AssertionError: the programs wait for each other for ever, or expect different messages.
+    """
+    done, clock = [0] * len(programs), [0.0] * len(programs)
+    moved = True
+    while moved:
+        moved = False
+        for program in programs:
+            rank, actions = program.rank, program.actions
+            while done[rank] < len(actions):
+                action = actions[done[rank]]
+                if isinstance(action, Exchange):
+                    theirs = programs[action.peer].actions[done[action.peer] :][:1]
+                    if not (theirs and isinstance(theirs[0], Exchange) and theirs[0].peer == rank):
+                        break
+                    pair = (action.send, action.receive)
+                    assert pair == (theirs[0].receive, theirs[0].send), (action, theirs[0])
+                    meeting = max(clock[rank], clock[action.peer]) + exchange_time
+                    clock[rank] = clock[action.peer] = meeting
+                    done[action.peer] += 1
+                else:
+                    clock[rank] += forward_time if action.kind == "forward" else backward_time
+                done[rank] += 1
+                moved = True
+    for program in programs:
+        assert done[program.rank] == len(program.actions), f"stuck at {done}"
+    return max(clock)

@@ -1,10 +1,11 @@
 """In which order a pipeline rank runs its microbatches, as pure functions. TensorFlow-free.
 
 p ranks hold v chunks each; stage g = chunk * p + rank is the g-th of the p * v parts the model is
-cut into. Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377; flushing variant
-in Megatron-LM, arXiv 2104.04473, section 2.2), interleaved 1F1B (the same, section 2.2.2).
+cut into. Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377; the flushing form
+and the interleaved one in Megatron-LM, arXiv 2104.04473, section 2.2).
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 SCHEDULES = ("simple", "1f1b", "interleaved")
@@ -16,33 +17,6 @@ class Work(NamedTuple):
     kind: Literal["forward", "backward"]
     chunk: int  # of the rank, 0 ... v - 1
     microbatch: int
-
-
-def _passes(
-    num_ranks: int, num_microbatches: int, num_chunks: int, group: int
-) -> tuple[list[Work], list[Work]]:
-    """Returns all forwards and all backwards of a rank, each in its order.
-
-    Microbatches go through the chunks in groups, so that a group comes back to chunk 1 when the
-    last rank has finished chunk 0.
-    """
-    forwards, backwards = [], []
-    for first in range(0, num_microbatches, group):
-        part = range(first, min(first + group, num_microbatches))
-        for chunk in range(num_chunks):
-            forwards += [Work("forward", chunk, index) for index in part]
-        for chunk in reversed(range(num_chunks)):
-            backwards += [Work("backward", chunk, index) for index in part]
-    return forwards, backwards
-
-
-def _one_forward_one_backward(
-    forwards: list[Work], backwards: list[Work], num_warmup: int
-) -> list[Work]:
-    order = list(forwards[:num_warmup])
-    for index, work in enumerate(forwards[num_warmup:]):
-        order += [work, backwards[index]]
-    return order + backwards[len(forwards) - num_warmup :]
 
 
 def compute_order(
@@ -71,22 +45,101 @@ def compute_order(
     assert schedule in SCHEDULES and num_chunks >= 1 and num_microbatches >= 1
     assert num_chunks == 1 or schedule == "interleaved"
     limit = active_microbatches or num_microbatches
-    if schedule == "simple":
-        order = []
-        for first in range(0, num_microbatches, limit):
-            part = range(first, min(first + limit, num_microbatches))
-            order += [Work("forward", 0, index) for index in part]
-            order += [Work("backward", 0, index) for index in part]
-        return order
-    if num_chunks == 1:
-        forwards, backwards = _passes(num_ranks, num_microbatches, 1, num_microbatches)
+    if num_chunks == 1 and schedule != "simple":
+        # The limit shortens the warm-up, which needs no flush.
         num_warmup = min(num_ranks - 1 - rank, num_microbatches, limit - 1)
-        return _one_forward_one_backward(forwards, backwards, num_warmup)
-    forwards, backwards = _passes(num_ranks, num_microbatches, num_chunks, num_ranks)
-    num_warmup = min((num_ranks - 1 - rank) * 2 + (num_chunks - 1) * num_ranks, len(forwards))
-    return _one_forward_one_backward(forwards, backwards, num_warmup)
+        forwards, backwards = _passes(num_microbatches, 1, num_microbatches)
+        return _alternate(forwards, backwards, num_warmup)
+    # The limit cuts the microbatches into waves; each ends with its last backward. All ranks use
+    # the same waves, so the widest rank's need decides.
+    orders = [
+        _wave(schedule, num_ranks, r, num_microbatches, num_chunks) for r in range(num_ranks)
+    ]
+    if limit >= max(map(microbatches_in_flight, orders)):
+        return orders[rank]
+    order = []
+    for first in range(0, num_microbatches, limit):
+        count = min(limit, num_microbatches - first)
+        wave = _wave(schedule, num_ranks, rank, count, num_chunks)
+        order += [work._replace(microbatch=work.microbatch + first) for work in wave]
+    return order
 
 
 def forward_order(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> list[Work]:
     """Returns what every pipeline rank computes when there is no backward pass."""
-    return _passes(num_ranks, num_microbatches, num_chunks, num_ranks)[0]
+    return _passes(num_microbatches, num_chunks, num_ranks)[0]
+
+
+def microbatches_in_flight(order: Sequence[Work], chunk: int | None = None) -> int:
+    """Returns the most microbatches whose activations a rank holds at once.
+
+    Args:
+      order: of `compute_order`.
+      chunk: counts this chunk's activations only; None counts microbatches with any.
+    """
+    pending: set[tuple[int, int]] = set()
+    most = 0
+    for work in order:
+        if chunk is not None and work.chunk != chunk:
+            continue
+        if work.kind == "forward":
+            pending.add((work.microbatch, work.chunk))
+            most = max(most, len({microbatch for microbatch, _ in pending}))
+        else:
+            pending.remove((work.microbatch, work.chunk))
+    return most
+
+
+def bubble_fraction(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> float:
+    """Returns the share of a step in which a rank waits, by the formula.
+
+    Exact for "simple" and "1f1b", and for "interleaved" where p divides m.
+
+    Source: arXiv 2104.04473, section 2.2: (p - 1) / (v m) of the ideal time.
+
+    >>> bubble_fraction(4, 8)
+    0.2727272727272727
+    """
+    return (num_ranks - 1) / (num_chunks * num_microbatches + num_ranks - 1)
+
+
+def _wave(
+    schedule: str, num_ranks: int, rank: int, num_microbatches: int, num_chunks: int
+) -> list[Work]:
+    if schedule == "simple":
+        forwards, backwards = _passes(num_microbatches, 1, num_microbatches)
+        return forwards + backwards
+    # Interleaving wants groups of p microbatches. A group that isn't full is made so with
+    # microbatches that don't exist, whose work is then left out: what remains keeps its order, so
+    # it needs nothing that isn't there before it.
+    padded = -(-num_microbatches // num_ranks) * num_ranks
+    forwards, backwards = _passes(padded, num_chunks, num_ranks)
+    num_warmup = min((num_ranks - 1 - rank) * 2 + (num_chunks - 1) * num_ranks, len(forwards))
+    order = _alternate(forwards, backwards, num_warmup)
+    return [work for work in order if work.microbatch < num_microbatches]
+
+
+def _passes(
+    num_microbatches: int, num_chunks: int, group: int
+) -> tuple[list[Work], list[Work]]:
+    """Returns all forwards and all backwards of a rank, each in its order.
+
+    Microbatches go through the chunks in groups, so that a group comes back to chunk 1 when the
+    last rank has finished chunk 0.
+    """
+    forwards, backwards = [], []
+    for first in range(0, num_microbatches, group):
+        part = range(first, min(first + group, num_microbatches))
+        for chunk in range(num_chunks):
+            forwards += [Work("forward", chunk, index) for index in part]
+        for chunk in reversed(range(num_chunks)):
+            backwards += [Work("backward", chunk, index) for index in part]
+    return forwards, backwards
+
+
+def _alternate(forwards: list[Work], backwards: list[Work], num_warmup: int) -> list[Work]:
+    """Returns some forwards first, then one forward and one backward in turn, then the rest."""
+    order = list(forwards[:num_warmup])
+    for index, work in enumerate(forwards[num_warmup:]):
+        order += [work, backwards[index]]
+    return order + backwards[len(forwards) - num_warmup :]
