@@ -6,9 +6,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # `make train` shows training, resuming, evaluating and generating; STEPS and MORE are its lengths.
-RUN ?= runs/small
+RUN ?= runs/gpt_tiny
 STEPS ?= 200
-MORE ?= 300
+MORE ?= 400
 PROMPT ?= def main(
 
 .DEFAULT_GOAL := help
