@@ -5,6 +5,7 @@ the same name (tfbig/flags.py makes the flags). Field names are unique over all 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -254,7 +255,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
 
-def replace_fields(config: Config, values: dict[str, object]) -> Config:
+def replace_fields(config: Config, values: Mapping[str, object]) -> Config:
     """Returns `config` with fields of any section replaced.
 
     Args:

@@ -48,15 +48,13 @@ def _define(values: absl_flags.FlagValues, section: type, item: dataclasses.Fiel
     default = item.default
     shown = "''" if default == "" else default
     text += f" (default: {shown})"
-    define = absl_flags.DEFINE_string
-    if hint is bool:
-        define = absl_flags.DEFINE_boolean
-    elif hint is int:
-        define = absl_flags.DEFINE_integer
-    elif hint is float:
-        define = absl_flags.DEFINE_float
-    elif typing.get_origin(hint) is tuple:
-        define = absl_flags.DEFINE_multi_string
+    kinds: dict[typing.Any, typing.Callable[..., typing.Any]] = {
+        bool: absl_flags.DEFINE_boolean,
+        int: absl_flags.DEFINE_integer,
+        float: absl_flags.DEFINE_float,
+        tuple: absl_flags.DEFINE_multi_string,
+    }
+    define = kinds.get(typing.get_origin(hint) or hint, absl_flags.DEFINE_string)
     define(item.name, None, text, flag_values=values, module_name=section.__doc__)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 
-def plan_buckets(sizes: Mapping[str, int], max_elements: int) -> list[list[str]]:
+def plan_buckets(sizes: dict[str, int], max_elements: int) -> list[list[str]]:
     """Returns the paths of each bucket.
 
     Backward makes the last layer's gradients first, so the first bucket holds the last paths and

@@ -174,7 +174,9 @@ class GPT(keras.Model):
         parts += [("final_norm", self.final_norm), ("dense", self.dense)]
         variables = {}
         for prefix, layer in parts:
-            for variable in layer.trainable_variables if layer is not None else ():
+            if layer is None:
+                continue
+            for variable in layer.trainable_variables:
                 # Every sublayer is named, so what follows the part's own name is canonical.
                 suffix = variable.path.split(f"{layer.name}/", 1)[1]
                 variables[f"{prefix}/{suffix}"] = variable
@@ -198,6 +200,7 @@ class GPT(keras.Model):
     def embed(self, tokens: tf.Tensor, context: Context | None = None) -> tf.Tensor:
         """Returns the hidden state (B, T, D) that enters the first block."""
         context = context or self._own_context(tokens, training=False)
+        assert self.embedding_layer is not None, "this stage has no embedding"
         hidden = self.embedding_layer(tokens, context.position)
         rate = self.config.embedding_dropout
         if not context.training or rate == 0.0:
@@ -215,6 +218,7 @@ class GPT(keras.Model):
         hidden = self.split.enter(hidden, "head")
         if self.dense is not None:
             return self.dense(hidden)
+        assert self.embedding_layer is not None, "this stage has no head"
         table = self.embedding_layer.token_emb.table()  # (V, D)
         flat = tf.reshape(hidden, [-1, self.config.embed_dim])  # (B*T, D)
         logits = tf.matmul(flat, table, transpose_b=True)
