@@ -34,7 +34,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 class TestEdits:
     def test_all_cures_are_there(self):
-        assert {edit.letter for edit in EDITS} == set("abcdefghi")
+        assert {edit.letter for edit in EDITS} == set("abcdefghij")
         assert sum(edit.letter == "c" for edit in EDITS) == 11
 
     @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: f"{edit.letter}-{edit.path}")
@@ -292,6 +292,39 @@ def test_horovodrun_needs_no_distutils():
     program = "import sys; sys.modules['distutils'] = None; import horovod.runner.js_run"
     environ = os.environ | {"SETUPTOOLS_USE_DISTUTILS": "stdlib"}
     subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=60)
+
+
+def test_rendezvous_counts_each_group_by_itself():
+    """Ranks leave the groups in any order; the addresses go when the last of a group has left."""
+    program = """
+import urllib.error
+from urllib.request import Request, urlopen
+from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.http.http_server import RendezvousServer
+
+server = RendezvousServer()
+port = server.start()
+server.init(get_host_assignments(parse_hosts("localhost:2"), 2))
+
+def request(method, path, data=None):
+    with urlopen(Request(f"http://127.0.0.1:{port}/{path}", data, method=method)) as answer:
+        return answer.read()
+
+request("PUT", "global/0", b"address")
+request("DELETE", "global/0")
+request("DELETE", "cross_0/0")  # a group of one, complete at once
+assert request("GET", "global/0") == b"address"
+request("DELETE", "global/1")
+try:
+    request("GET", "global/0")
+except urllib.error.HTTPError as error:
+    print(error.code)
+server.stop()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == "404\n", result.stderr
 
 
 @pytest.fixture(scope="module")

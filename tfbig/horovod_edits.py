@@ -211,9 +211,19 @@ _RECORD = Edit(
     f"      package_data={{'horovod': ['{BUILD_RECORD}']}},\n",
 )
 
-# (i) Debug symbols take a fifth of the compiler's time and nine tenths of the wheel.
-_RELEASE = Edit(
+# (i) horovodrun's rendezvous server forgets a group's addresses once all its ranks have left. But
+#     the first group to be complete empties the count of every other one, so their addresses stay;
+#     a Horovod started again in the same processes then connects to ports that are closed.
+_RENDEZVOUS = Edit(
     "i",
+    "horovod/runner/http/http_server.py",
+    "                        self.server.finished_list.clear()\n",
+    "                        self.server.finished_list.pop(scope)\n",
+)
+
+# (j) Debug symbols take a fifth of the compiler's time and nine tenths of the wheel.
+_RELEASE = Edit(
+    "j",
     "setup.py",
     """ == "1" else 'RelWithDebInfo'\n""",
     """ == "1" else 'Release'\n""",
@@ -228,6 +238,7 @@ EDITS: tuple[Edit, ...] = (
     _DISTUTILS,
     *_CMAKE,
     _RECORD,
+    _RENDEZVOUS,
     _RELEASE,
 )
 
