@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,24 @@ class TestWheel:
             [sys.executable, "-c", "import time; print('hello', flush=True); time.sleep(60)"], 2
         )
         assert (code, text) == (-15, "hello\n")
+
+    def test_what_it_started_ends_with_it(self, tmp_path: Path):
+        """SIGTERM, as the command handles it, leaves no process of a build behind."""
+        program = (
+            "import signal, sys; from tfbig.horovod_wheel import run_bounded\n"
+            "signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))\n"
+            "run_bounded(['sh', '-c', 'echo $$ > pid.tmp; mv pid.tmp pid; sleep 60'], 60)"
+        )
+        environ = os.environ | {"PYTHONPATH": str(WORKER.parent.parent)}
+        parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environ)
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        child = int((tmp_path / "pid").read_text())
+        parent.terminate()
+        assert parent.wait(30) == 143
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
 
 
 def install_fake(

@@ -10,6 +10,7 @@ libnccl.so.2 in it. HOROVOD_WITH_MPI=1 adds MPI.
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -134,6 +135,8 @@ def main(arguments: Sequence[str]) -> int:
         check_installed()
         say(f"Horovod {metadata.version('horovod')} fits {find_tensorflow()}")
         return 0
+    # What it started ends with it: a build runs in a session of its own.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         install(flags.sdist, flags.rebuild)
     except InstallFailed as error:
