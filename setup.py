@@ -19,6 +19,7 @@ setup(
     package_data={"tfbig": ["py.typed"]},
     install_requires=[
         "absl-py>=2.1",
+        "google-crc32c>=1.6",
         "keras>=3.12,<3.16",  # 3.12 is the last one for Python 3.10
         "numpy>=2.0,<3",
         "orjson>=3.10",
