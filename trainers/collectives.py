@@ -13,11 +13,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
 from tensorflow.python.framework import auto_control_deps
+
+from tfbig.horovod_build import check_installed
+
+check_installed()  # before an import that fails obscurely when TensorFlow has changed
+import horovod.tensorflow as hvd  # noqa: E402
+from horovod.tensorflow import mpi_ops  # noqa: E402
 
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 AGREE, BROADCAST, BARRIER, DIFFERS = "agree", "broadcast", "barrier", "differs"
