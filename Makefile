@@ -38,6 +38,8 @@ $(STAMP): setup.py tfbig/install_horovod.py tfbig/horovod_build.py tfbig/horovod
 	@{ $(BIN)/python -m pip --version; } >/dev/null 2>&1 || { \
 	  echo "make: making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "make: installing TensorFlow and the other packages into $(VENV)"
+	@# The pip of Python 3.10's and Ubuntu 22.04's venv seeks versions that fit for many minutes.
+	@$(BIN)/python -m pip install -qq --upgrade 'pip>=24.2'
 	@$(BIN)/python -m pip install -qq --editable '.[cpu,test]'
 	@$(BIN)/python -m tfbig.install_horovod
 	@touch $@
