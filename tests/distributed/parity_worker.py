@@ -23,7 +23,8 @@ import tensorflow as tf  # noqa: E402
 import trainers  # noqa: E402
 from tfbig.checkpoint_format import Slice  # noqa: E402
 from tfbig.config import Config, ModelConfig, replace_fields  # noqa: E402
-from trainers.collectives import Clock  # noqa: E402
+from tfbig.model.initialization import initial_value  # noqa: E402
+from trainers.collectives import Clock, Group  # noqa: E402
 
 MODEL = {"vocab_size": 61, "max_length": 16, "embed_dim": 32, "num_layers": 2, "num_heads": 4}
 GLOBAL_BATCH, LENGTH, NUM_SOURCES = 12, 16, 3
@@ -74,6 +75,41 @@ def break_on_purpose(trainer, fault: str) -> None:
 
         trainer._gradients = scaled
     elif fault:
+        break_pipeline(trainer, fault)
+
+
+def break_pipeline(trainer, fault: str) -> None:
+    """Puts a fault into a pipeline trainer, before anything is traced."""
+    chunks, groups = trainer._chunks, trainer._update._groups
+    if fault == "wrong_loss_scale":
+        for chunk in chunks:
+
+            def scaled(index, upstream, plain=chunk.backward):
+                return plain(index, tf.constant(0.5) if upstream is None else upstream)
+
+            chunk.backward = scaled
+    elif fault == "missing_tensor_allreduce":
+        split = chunks[0].model.split
+        plain = split._reduce
+
+        def reduce(x, name):
+            return tf.identity(x) if name.endswith("enter_gradient") else plain(x, name)
+
+        split._reduce = reduce
+    elif fault == "missing_tied_allreduce":
+        trainer._update._groups = groups._replace(tied=None)
+    elif fault == "missing_data_allreduce":
+        alone = Group("data", [trainer.rank], None, trainer.rank)
+        trainer._update._groups = groups._replace(data=alone)
+    elif fault == "swapped_shard":
+        for path, shard in trainer._shards.items():
+            if path.endswith("att/out/kernel"):
+                size = shard.local_shape[0]
+                start = size - shard.start[0]  # of two ranks, the other one's
+                config, seed = trainer.config.model, trainer.config.run.seed
+                value = initial_value(config, seed, path, shard.global_shape, start, size)
+                trainer._chunks[0].variables[path].assign(value)
+    else:
         raise ValueError(fault)
 
 
@@ -102,10 +138,12 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
         collectives = operations(trainer)
         saw["operations"] = np.array(sorted(set(collectives)) or ["none"])
         saw["num_all_reduces"] = np.array(collectives.count("HorovodAllreduce"))
-    saw["in_flight"] = np.array(sum(trainer.timings()().values()))
-    if config.parallel.strategy != "pipeline":
-        saw["evaluation"] = np.stack(trainer.evaluate_step(local_batch(trainer, 7)))
         saw["spread"] = spread(trainer)
+    timings = trainer.timings()()
+    saw["in_flight"] = np.array(sum(timings.values()))
+    saw["axes"] = np.array(sorted(timings) or ["none"])
+    saw["evaluation"] = np.stack(trainer.evaluate_step(local_batch(trainer, 7)))
+    saw["decoded"] = decode(trainer)
     saw["ranks"] = np.array(trainer.agree(10**trainer.rank, "sum"))
     trainer.barrier(60)
     if trainer.rank == 0:
@@ -170,6 +208,24 @@ def operations(trainer) -> list[str]:
     ).graph.as_graph_def()
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
     return [node.op for node in nodes if node.op.startswith("Horovod")]
+
+
+def decode(trainer) -> np.ndarray:
+    """Returns the logits after a prompt, and after rows were swapped, reset and went on."""
+    tokens = np.random.default_rng(5).integers(0, MODEL["vocab_size"], (3, 4), np.int32)
+    cache = trainer.new_cache(3, 8)
+    nobody = np.zeros(3, bool)
+    first, cache = trainer.decode_step(
+        tokens, np.array([4, 2, 1], np.int32), np.arange(3, dtype=np.int32), nobody, cache
+    )
+    second, _ = trainer.decode_step(
+        tokens[:, :2],
+        np.array([1, 0, 2], np.int32),
+        np.array([1, 0, 2], np.int32),
+        np.array([False, False, True]),
+        cache,
+    )
+    return np.stack([first, second])
 
 
 def spread(trainer) -> np.ndarray:

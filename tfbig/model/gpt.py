@@ -187,15 +187,14 @@ class GPT(keras.Model):
     def compute_weights(self) -> dict[str, tf.Tensor]:
         """Returns the variables' values as the layers compute with them, by canonical path.
 
-        Kernels, biases and norms are in the compute dtype, embedding tables in float32.
+        Kernels and biases are in the compute dtype, embedding tables and norms in float32.
         """
-        return {
-            path: tf.cast(
-                variable.value,
-                "float32" if path.startswith("embedding_layer/") else self.compute_dtype,
-            )
-            for path, variable in self.canonical_variables().items()
-        }
+        weights = {}
+        for path, variable in self.canonical_variables().items():
+            is_projection = path.endswith(("/kernel", "/bias"))
+            dtype = self.compute_dtype if is_projection else "float32"
+            weights[path] = tf.cast(variable.value, dtype)
+        return weights
 
     def embed(self, tokens: tf.Tensor, context: Context | None = None) -> tf.Tensor:
         """Returns the hidden state (B, T, D) that enters the first block."""

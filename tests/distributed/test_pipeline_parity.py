@@ -1,0 +1,212 @@
+"""Every mesh trains what one device trains: real processes, one launch for each number of them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.distributed.parity import Saw, largest_error, loss_error, overall_error, run_cases
+
+TOLERANCE, ADAM_TOLERANCE = 1e-5, 1e-4
+STEPS = 20
+SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.5, "weight_decay": 0.01}
+ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3}
+DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
+BFLOAT16 = {"precision": "bfloat16"}
+INTERLEAVED = {"pipeline": "interleaved", "num_chunks": 2}
+SEQUENCE = {"sequence_parallel": True}
+# 200 tokens: two or four tensor ranks pad the vocabulary, the last of four holds padding alone.
+VOCABULARY = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh under test."""
+
+    name: str
+    data: int
+    pipeline: int
+    tensor: int
+    layers: int = 2
+    fields: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.data * self.pipeline * self.tensor
+
+
+LAYOUTS = [
+    Layout("p2", 1, 2, 1),
+    Layout("p2_interleaved", 1, 2, 1, 4, INTERLEAVED),
+    Layout("t2", 1, 1, 2),
+    Layout("t2_sequence", 1, 1, 2, 2, SEQUENCE),
+    Layout("p4", 1, 4, 1, 4),
+    Layout("t4", 1, 1, 4),
+    Layout("p2t2", 1, 2, 2),
+    Layout("d2p2", 2, 2, 1),
+    Layout("d2t2", 2, 1, 2),
+    Layout("d2p2t2", 2, 2, 2),
+]
+# Pairwise: each layout meets tied and untied, float32 and bfloat16, one and several microbatches.
+VARIANTS = {
+    "tied": (SGD, {"tied_head": True}, 2),
+    "untied_bfloat16": (SGD | BFLOAT16, {"tied_head": False}, 1),
+    "untied_adamw": (ADAMW, {"tied_head": False}, 3),
+}
+FAULTS = {
+    # fault: the layout it is put into
+    "wrong_loss_scale": "p2",
+    "missing_tied_allreduce": "p2",
+    "missing_tensor_allreduce": "t2",
+    "swapped_shard": "t2",
+    "missing_data_allreduce": "d2p2",
+}
+
+
+def reference_name(variant: str, layers: int, precision: str = "") -> str:
+    return f"single_{variant}_{layers}{precision}"
+
+
+def reference_cases() -> list[dict]:
+    cases = []
+    for layers in (2, 4):
+        for variant, (fields, model, _) in VARIANTS.items():
+            for precision in ("", "_float32") if "precision" in fields else ("",):
+                cases.append(
+                    {
+                        "name": reference_name(variant, layers, precision),
+                        "steps": STEPS,
+                        "fields": {"strategy": "single", **fields}
+                        | ({"precision": "float32"} if precision else {}),
+                        "model": model_of(model, layers),
+                    }
+                )
+    return cases
+
+
+def model_of(model: dict, layers: int) -> dict:
+    return {"vocab_size": VOCABULARY, "num_layers": layers, **DROPOUT, **model}
+
+
+def fields_of(layout: Layout) -> dict:
+    return {
+        "strategy": "pipeline",
+        "pipeline_parallel_degree": layout.pipeline,
+        "tensor_parallel_degree": layout.tensor,
+        **layout.fields,
+    }
+
+
+def layout_cases(world: int) -> list[dict]:
+    cases = []
+    for layout in LAYOUTS:
+        if layout.world != world:
+            continue
+        for variant, (fields, model, microbatches) in VARIANTS.items():
+            cases.append(
+                {
+                    "name": f"{layout.name}_{variant}",
+                    "steps": STEPS,
+                    "fields": {**fields_of(layout), **fields, "microbatches": microbatches},
+                    "model": model_of(model, layout.layers),
+                }
+            )
+        for fault, broken in FAULTS.items():
+            if broken == layout.name:
+                cases.append(
+                    {
+                        "name": fault,
+                        "steps": 3,
+                        "break": fault,
+                        "fields": {**fields_of(layout), **SGD, "microbatches": 2},
+                        "model": model_of({"tied_head": True}, layout.layers),
+                    }
+                )
+    return cases
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory) -> dict[str, Saw]:
+    return run_cases(tmp_path_factory.mktemp("single"), 1, reference_cases(), 900)
+
+
+@pytest.fixture(scope="module")
+def saw(tmp_path_factory) -> dict[str, Saw]:
+    results = {}
+    for world in sorted({layout.world for layout in LAYOUTS}):
+        folder = tmp_path_factory.mktemp(f"world{world}")
+        results |= run_cases(folder, world, layout_cases(world), 1800)
+    return results
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_equals_single_in_float32(saw, references, layout):
+    result = saw[f"{layout.name}_tied"]
+    reference = references[reference_name("tied", layout.layers)]
+    assert result["size"] == layout.world and len(result["losses"]) == STEPS
+    assert loss_error(result, reference) < TOLERANCE
+    for prefix in ("gradient/", "state/"):
+        error, path = largest_error(result, reference, prefix)
+        assert error < TOLERANCE, path
+        assert {p for p in result if p.startswith(prefix)} == {
+            p for p in reference if p.startswith(prefix)
+        }
+    for step in range(STEPS):
+        np.testing.assert_allclose(
+            result[f"sources/{step}"], reference[f"sources/{step}"], rtol=TOLERANCE
+        )
+    np.testing.assert_allclose(result["evaluation"], reference["evaluation"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(result["decoded"], reference["decoded"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_losses_equal_under_adamw(saw, references, layout):
+    result = saw[f"{layout.name}_untied_adamw"]
+    reference = references[reference_name("untied_adamw", layout.layers)]
+    assert loss_error(result, reference) < ADAM_TOLERANCE
+    error, path = largest_error(result, reference, "gradient/")
+    assert error < TOLERANCE, path
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_bfloat16_is_as_exact_as_on_one_device(saw, references, layout):
+    result = saw[f"{layout.name}_untied_bfloat16"]
+    bfloat16 = references[reference_name("untied_bfloat16", layout.layers)]
+    float32 = references[reference_name("untied_bfloat16", layout.layers, "_float32")]
+    assert loss_error(bfloat16, float32) > TOLERANCE, "bfloat16 was not used"
+    assert loss_error(result, float32) <= 2 * loss_error(bfloat16, float32)
+    for prefix in ("gradient/", "state/transformer_blocks"):
+        error = overall_error(result, float32, prefix)
+        assert error <= 2 * overall_error(bfloat16, float32, prefix), prefix
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_axis_and_rank_took_part(saw, layout):
+    result = saw[f"{layout.name}_tied"]
+    assert result["ranks"] == sum(10**rank for rank in range(layout.world))
+    assert set(result["signals"]) == {min(2, layout.world - 1)}  # the largest any rank passed
+    sizes = {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
+    assert {axis for axis, size in sizes.items() if size > 1} <= set(result["axes"])
+    assert result["in_flight"] > 0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(saw, references, fault):
+    result = saw[fault]
+    layers = next(layout.layers for layout in LAYOUTS if layout.name == FAULTS[fault])
+    reference = references[reference_name("tied", layers)]
+    error, _ = largest_error(result, reference, "gradient/")
+    assert error > 1000 * TOLERANCE
+
+
+@pytest.mark.distributed
+def test_dropout_is_on(references):
+    losses = references[reference_name("tied", 2)]["losses"]
+    assert np.std(losses) > 0 and not np.allclose(
+        losses, references[reference_name("untied_adamw", 2)]["losses"], rtol=1e-3
+    )
