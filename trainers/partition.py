@@ -1,18 +1,17 @@
 """Which blocks each pipeline stage holds, balanced by a cost model. TensorFlow-free."""
 
-import functools
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tfbig.config import Config, ModelConfig
+from tfbig.config import Config
 from tfbig.errors import UserError
 from tfbig.variables import part_of
+from trainers.pipeline_schedule import compute_order, microbatches_in_flight
 from trainers.tensor_table import stage_paths
 from trainers.validate import num_chunks
 
-# float32 weight, summed gradient and AdamW's two slots; SGD has no slots.
-STATE_BYTES = {"adamw": 16, "sgd": 8}
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -40,9 +39,9 @@ class Partition:
         flops = max(stage.flops for stage in self.stages)
         lines = ["stage rank  blocks  parameters  work  state MB  activation MB x in flight"]
         for index, stage in enumerate(self.stages):
-            first, stop = stage.block_range
+            blocks = f"{stage.block_range[0]}-{stage.block_range[1] - 1}"
             lines.append(
-                f"{index:5d} {stage.rank:4d} {f'{first}-{stop - 1}':>7s} {stage.num_parameters:11,d}"
+                f"{index:5d} {stage.rank:4d} {blocks:>7s} {stage.num_parameters:11,d}"
                 f" {stage.flops / flops:5.2f} {stage.state_bytes / 1e6:9,.1f}"
                 f" {stage.activation_bytes / 1e6:14,.2f} x {stage.in_flight}"
             )
@@ -67,22 +66,17 @@ class CostModel:
         self._tensor = config.parallel.tensor_parallel_degree
         self._num_ranks = config.parallel.pipeline_parallel_degree
         self.num_stages = self._num_ranks * num_chunks(config)
+        self._block_parameters = self._num_parameters((0, 1), False, False)
+        self._in_flight = self._microbatches_in_flight()
 
-    @functools.cache  # noqa: B019 - lives as long as the search
     def stage(self, index: int, first: int, stop: int) -> Stage:
         """Returns the costs of stage number `index` if it holds the blocks [first, stop)."""
-        is_first, is_last = index == 0, index == self.num_stages - 1
-        parameters = 0
-        for spec in stage_paths(self._model, (first, stop), is_first, is_last):
-            shape, dim = list(spec.shape), spec.rule.shard_dim
-            if dim is not None:
-                shape[dim] = part_of(shape[dim], self._tensor, 0)[1]
-            parameters += functools.reduce(int.__mul__, shape, 1)
-        element = COMPUTE_BYTES[self._parallel.precision]
-        state = STATE_BYTES[self._config.optimizer.optimizer] + (element if element < 4 else 0)
+        is_last = index == self.num_stages - 1
         blocks = stop - first
-        activations = blocks * self._block_activations()
-        flops = blocks * self._block_flops()
+        parameters = blocks * self._block_parameters
+        activations, flops = blocks * self._block_activations(), blocks * self._block_flops()
+        if index == 0 or is_last:
+            parameters += self._num_parameters((0, 0), index == 0, is_last)
         if is_last:
             activations += self._head_activations()
             flops += self._head_flops()
@@ -91,10 +85,20 @@ class CostModel:
             rank=index % self._num_ranks,
             num_parameters=parameters,
             flops=flops,
-            state_bytes=parameters * state,
+            state_bytes=parameters * state_bytes_per_parameter(self._config),
             activation_bytes=activations,
-            in_flight=self._in_flight(index),
+            in_flight=self._in_flight[index],
         )
+
+    def _num_parameters(self, block_range: tuple[int, int], is_first: bool, is_last: bool) -> int:
+        """Returns the parameters on one rank of a tensor group, padding included."""
+        total = 0
+        for spec in stage_paths(self._model, block_range, is_first, is_last):
+            shape, dim = list(spec.shape), spec.rule.shard_dim
+            if dim is not None:
+                shape[dim] = part_of(shape[dim], self._tensor, 0)[1]
+            total += math.prod(shape)
+        return total
 
     def _tokens(self) -> int:
         return self._rows * self._config.data.sequence_length
@@ -109,37 +113,60 @@ class CostModel:
         return 6.0 * self._tokens() * self._model.embed_dim * self._model.vocab_size / self._tensor
 
     def _block_activations(self) -> float:
-        return activation_elements(self._model, self._config.data.sequence_length, self._tensor,
-                                   self._parallel.sequence_parallel) * self._rows * (
-            COMPUTE_BYTES[self._parallel.precision])
+        """Returns the bytes a block keeps of a microbatch between forward and backward.
+
+        Counted in the graph that TensorFlow makes of our block, dropout off. D = width, A = all
+        heads' width, F = feed-forward width, H = heads, T = positions. Outside the shared
+        sublayers: 4 D for each position in float32 by the two layer norms. Inside: their outputs
+        2 D; queries, keys, values and attention's output 5 A; F for each step of the activation;
+        and the attention weights H T in float32, and once more where they are multiplied in a
+        narrower dtype.
+        """
+        model, length = self._model, self._config.data.sequence_length
+        element = COMPUTE_BYTES[self._parallel.precision]
+        attention = model.num_heads * model.attention_head_dim
+        outside = 4.0 * model.embed_dim * 4
+        if self._parallel.sequence_parallel:
+            outside /= self._tensor
+        steps = 6 if model.activation == "gelu_tanh" else 1
+        inside = 2 * model.embed_dim + (5 * attention + steps * model.hidden_dim) / self._tensor
+        weights = model.num_heads * length * (4 + (element if element < 4 else 0)) / self._tensor
+        return self._tokens() * (outside + inside * element + weights)
 
     def _head_activations(self) -> float:
         own = part_of(self._model.vocab_size, self._tensor, 0)[1]
-        return 4.0 * self._tokens() * own  # float32 exponents
+        return 4.0 * self._tokens() * own  # float32
 
-    def _in_flight(self, index: int) -> int:
-        microbatches, rank = self._parallel.microbatches, index % self._num_ranks
-        limit = self._parallel.active_microbatches or microbatches
-        if self._parallel.pipeline == "simple":
-            return min(microbatches, limit)
-        if self.num_stages > self._num_ranks:
-            return min(microbatches, limit, self._num_ranks)
-        return min(microbatches, limit, self._num_ranks - rank)
+    def _microbatches_in_flight(self) -> list[int]:
+        """Returns, by stage, the microbatches whose activations are held at once."""
+        parallel, num_chunks = self._parallel, self.num_stages // self._num_ranks
+        schedule = parallel.pipeline if self._num_ranks > 1 else "1f1b"
+        orders = [
+            compute_order(
+                schedule,
+                self._num_ranks,
+                rank,
+                parallel.microbatches,
+                num_chunks,
+                parallel.active_microbatches,
+            )
+            for rank in range(self._num_ranks)
+        ]
+        return [
+            microbatches_in_flight(orders[stage % self._num_ranks], stage // self._num_ranks)
+            for stage in range(self.num_stages)
+        ]
 
 
-def activation_elements(
-    model: ModelConfig, length: int, tensor: int = 1, sequence_parallel: bool = False
-) -> float:
-    """Returns the elements a block keeps of one sequence between forward and backward.
+def state_bytes_per_parameter(config: Config) -> float:
+    """Returns the bytes a trained parameter takes on its rank.
 
-    Source: Korthikanti et al. (arXiv 2205.05198, section 4.1) counts 34 s h + 5 a s^2 bytes a
-    sequence in 16 bits: 17 s h and 2.5 a s^2 elements, of which 5 s h are outside the shared
-    sublayers.
+    float32 weight and summed gradient, AdamW's two slots, and in the compute dtype the gradient of
+    one microbatch and, where that isn't float32, the weight.
     """
-    width, heads = model.embed_dim, model.num_heads
-    outside = 5.0 * length * width / (tensor if sequence_parallel else 1)
-    inside = 12.0 * length * width + 2.5 * heads * length**2
-    return outside + inside / tensor
+    element = COMPUTE_BYTES[config.parallel.precision]
+    slots = 8 if config.optimizer.optimizer == "adamw" else 0
+    return 8 + slots + element + (element if element < 4 else 0)
 
 
 def choose_partition(config: Config, microbatch_size: int) -> Partition:

@@ -1,5 +1,6 @@
 """Models larger than one device: any mesh of data, pipeline and tensor parallelism on Horovod."""
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from trainers.pipeline_stepper import Stepper
 from trainers.pipeline_update import MeshGroups, Update
 from trainers.tensor_parallel import TensorParallel
 from trainers.tensor_state import TensorState
-from trainers.tensor_table import TOKEN_TABLE, shard_table
+from trainers.tensor_table import shard_table
 from trainers.token_history import TokenHistory, empty_history, extend
 from trainers.validate import check_mesh_fits, derive_microbatch_size, num_chunks
 
@@ -42,7 +43,7 @@ def mesh_groups(mesh: Mesh, is_ring: bool, is_tied: bool) -> list[tuple[str, tup
     groups: list[tuple[str, tuple[int, ...]]] = []
     for line in mesh.lines("pipeline"):
         if len(line) > 1:
-            groups += [("pipeline", pair) for pair in zip(line[:-1], line[1:], strict=True)]
+            groups += [("pipeline", pair) for pair in itertools.pairwise(line)]
             if is_ring and len(line) > 2:
                 groups.append(("pipeline", (line[0], line[-1])))
             if is_tied:

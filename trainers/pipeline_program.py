@@ -155,8 +155,9 @@ def plan_programs(
     Args:
       orders: each rank's work in order.
       num_chunks: v.
-      forward_time, backward_time: relative durations that the exchanges are placed by. Other
-        durations in reality cost waiting, never a hang.
+      forward_time: of one pass; exchanges are placed by these durations. Others in reality cost
+        waiting, never a hang.
+      backward_time: of one pass.
     """
     simulation = _Simulation(
         orders, num_chunks, {"forward": forward_time, "backward": backward_time}
@@ -178,7 +179,8 @@ def simulated_seconds(
 
     Args:
       programs: of all pipeline ranks.
-      forward_time, backward_time: of one pass through one chunk.
+      forward_time: of one pass through one chunk.
+      backward_time: of one pass through one chunk.
       exchange_time: of one exchange.
 
     Raises:

@@ -52,9 +52,7 @@ def compute_order(
         return _alternate(forwards, backwards, num_warmup)
     # The limit cuts the microbatches into waves; each ends with its last backward. All ranks use
     # the same waves, so the widest rank's need decides.
-    orders = [
-        _wave(schedule, num_ranks, r, num_microbatches, num_chunks) for r in range(num_ranks)
-    ]
+    orders = [_wave(schedule, num_ranks, r, num_microbatches, num_chunks) for r in range(num_ranks)]
     if limit >= max(map(microbatches_in_flight, orders)):
         return orders[rank]
     order = []
@@ -119,9 +117,7 @@ def _wave(
     return [work for work in order if work.microbatch < num_microbatches]
 
 
-def _passes(
-    num_microbatches: int, num_chunks: int, group: int
-) -> tuple[list[Work], list[Work]]:
+def _passes(num_microbatches: int, num_chunks: int, group: int) -> tuple[list[Work], list[Work]]:
     """Returns all forwards and all backwards of a rank, each in its order.
 
     Microbatches go through the chunks in groups, so that a group comes back to chunk 1 when the

@@ -91,7 +91,8 @@ class Update:
           totals: gradients of this rank's passes, by path.
           batch: this rank's.
           row_sums: (loss sum (b,), tokens (b,)) of each microbatch; empty but on the last stage.
-          learning_rate, max_loss: scalar float32.
+          learning_rate: scalar float32.
+          max_loss: scalar float32.
           signal: scalar int32.
         """
         clock = Clock()

@@ -1,4 +1,4 @@
-"""Whether degrees, microbatches and model fit together; the arithmetic when not. TensorFlow-free."""
+"""Whether degrees, microbatches and model fit together, with the arithmetic. TensorFlow-free."""
 
 from tfbig.config import Config
 from tfbig.errors import UserError
@@ -50,6 +50,20 @@ def check_data_parallel_only(config: Config) -> None:
                 f"--strategy={parallel.strategy} is data parallel only, but --{name}={degree}: "
                 "use --strategy=pipeline, which runs any mesh."
             )
+
+
+def check_one_device(config: Config) -> None:
+    """Checks that a strategy with one device a process isn't asked to drive several.
+
+    Raises:
+      UserError: num_devices above 1.
+    """
+    parallel = config.parallel
+    if parallel.num_devices > 1:
+        raise UserError(
+            f"--num_devices={parallel.num_devices}: a process of --strategy={parallel.strategy}"
+            " drives one device: use --strategy=mirrored, or start more processes."
+        )
 
 
 def check_mesh_fits(config: Config) -> None:

@@ -15,8 +15,8 @@ DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
 BFLOAT16 = {"precision": "bfloat16"}
 INTERLEAVED = {"pipeline": "interleaved", "num_chunks": 2}
 SEQUENCE = {"sequence_parallel": True}
-# 200 tokens: two or four tensor ranks pad the vocabulary, the last of four holds padding alone.
-VOCABULARY = 200
+# Two or four tensor ranks pad this vocabulary, and the last two of four hold padding alone.
+VOCABULARY = 201
 
 
 @dataclasses.dataclass(frozen=True)
