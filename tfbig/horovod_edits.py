@@ -229,6 +229,32 @@ _RELEASE = Edit(
     """ == "1" else 'Release'\n""",
 )
 
+# (k) What horovodrun itself prints: no notices of TensorFlow's start, and one line instead of a
+#     traceback of its own when a process has failed and has said why.
+_LAUNCH = "horovod/runner/launch.py"
+_SCREEN = (
+    Edit(
+        "k",
+        _LAUNCH,
+        "import yaml\n\nimport horovod\n",
+        "import yaml\n\nos.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')\nimport horovod\n",
+    ),
+    Edit(
+        "k",
+        _LAUNCH,
+        "logging.getLevelName(args.log_level))\n\n    _run(args)\n",
+        """logging.getLevelName(args.log_level))
+
+    try:
+        _run(args)
+    except RuntimeError as error:
+        if args.verbose:
+            raise
+        sys.exit('horovodrun: ' + ' '.join(str(error).split()))
+""",
+    ),
+)
+
 EDITS: tuple[Edit, ...] = (
     _XLA_OPERATIONS,
     _STALL_INSPECTOR,
@@ -240,6 +266,7 @@ EDITS: tuple[Edit, ...] = (
     _RECORD,
     _RENDEZVOUS,
     _RELEASE,
+    *_SCREEN,
 )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps
+from tensorflow.python.framework import config as tf_config
 
 from tfbig.horovod_build import check_installed
 
@@ -39,6 +40,11 @@ def _order_insensitive() -> None:
         " Timestamp"
     )
     auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS |= set(names.split())
+
+
+def _has_time() -> bool:
+    """Whether graphs may ask for the time: TF refuses that where results must be deterministic."""
+    return not tf_config.is_op_determinism_enabled()
 
 
 class Clock:
@@ -139,10 +145,10 @@ class Group:
         op: str = "sum",
         clock: Timer | None = None,
     ) -> tf.Tensor:
-        """Returns the elementwise sum, min or max over the group; bfloat16 is summed in float32."""
+        """Returns the elementwise sum, min or max over the group; 16 bits are summed in 32."""
         if self.size == 1:
             return tf.identity(tensor)
-        wide = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+        wide = _summable(tensor)
         reduced = self._run(
             [wide],
             clock,
@@ -167,7 +173,7 @@ class Group:
         if self.size == 1:
             return tf.identity(tensor)
         assert tensor.shape[0] % self.size == 0, f"{tensor.shape[0]} rows over {self.size} ranks"
-        wide = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+        wide = _summable(tensor)
         scattered = self._run(
             [wide],
             clock,
@@ -260,9 +266,14 @@ class Group:
         self, inputs: list[tf.Tensor], clock: Timer | None, call: Callable[[], tf.Tensor]
     ) -> tf.Tensor:
         assert not tf.executing_eagerly(), "collectives are called inside tf.functions only"
-        if clock is None:
+        if clock is None or not _has_time():
             return call()
         return clock.around(self.axis, inputs, lambda: [call()])[0]
+
+
+def _summable(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor with a dtype in which sums over ranks are exact enough."""
+    return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.bfloat16, tf.float16) else tensor
 
 
 def _movable(tensor: tf.Tensor) -> tf.Tensor:
@@ -377,7 +388,7 @@ def distributed_tape(tape: tf.GradientTape, clock: Clock | None = None) -> tf.Gr
       clock: notes the time in flight, for the axis "data".
     """
     wrapped = hvd.DistributedGradientTape(tape, op=hvd.Sum, sparse_as_dense=True, num_groups=1)
-    if clock is not None and hvd.size() > 1:
+    if clock is not None and hvd.size() > 1 and _has_time():
         reduce = wrapped._allreduce_grads  # of the pinned release
 
         def timed(gradients: list[tf.Tensor], variables: list, generic: bool) -> list[tf.Tensor]:
