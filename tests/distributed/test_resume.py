@@ -1,4 +1,4 @@
-"""A run whose processes are killed resumes with bit-equal losses; real processes under horovodrun."""
+"""A run whose processes were killed resumes with bit-equal losses, under horovodrun."""
 
 import os
 import signal
