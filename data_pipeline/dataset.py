@@ -26,12 +26,19 @@ class _Split:
     """The shards of one split."""
 
     def __init__(
-        self, folder: Path, contents: Mapping[str, Any], shards: list[dict[str, Any]]
+        self,
+        folder: Path,
+        contents: Mapping[str, Any],
+        shards: list[dict[str, Any]],
+        mixture: list[dict[str, Any]] | None,
     ) -> None:
         sources: list[str] = contents["sources"]
         self.order = DataOrder(
             [shard["rows"] for shard in shards],
             [sources.index(shard["source"]) for shard in shards],
+            sources,
+            mixture,
+            contents["order"]["block_rows"],
         )
         self._readers = [
             ShardReader(
@@ -109,7 +116,12 @@ class TokenData:
         self.sources: tuple[str, ...] = tuple(contents["sources"])
         self.splits: tuple[str, ...] = tuple(contents["splits"])
         self._open_splits = {
-            name: _Split(folder, contents, split["shards"])
+            name: _Split(
+                folder,
+                contents,
+                split["shards"],
+                contents["mixture"] if name == "train" else None,
+            )
             for name, split in contents["splits"].items()
         }
 

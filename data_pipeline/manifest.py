@@ -17,7 +17,7 @@ from tfbig.errors import UserError
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 FORMAT = "tfbig data"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 DATASET_NAME = "tfbig_text"  # the shards' name for TFDS
 DATASET_VERSION = "1.0.0"
 

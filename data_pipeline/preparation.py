@@ -1,34 +1,33 @@
-"""Raw text to a data folder: tokenizer, tokens, shards and, last, the manifest."""
+"""Raw text to a data folder: options checked, processes started, stages gone through."""
 
+import contextlib
 import errno
 import os
-import shutil
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from data_pipeline import manifest
-from data_pipeline.building import building, remove_marker
-from data_pipeline.sharding import SplitShards, write_split
-from data_pipeline.shards import RecordLayout, row_features
-from data_pipeline.sources import InputFile, find_inputs, write_stdlib_corpus
-from data_pipeline.tokenizer import Tokenizer, train_tokenizer
-from data_pipeline.tokenizing import (
-    STORE_FOLDER,
-    Split,
-    Tokenized,
-    tokenize_inputs,
-    training_texts,
-)
+from data_pipeline.building import building, finish_building
+from data_pipeline.encoders import TokenEncoder
+from data_pipeline.input_files import InputFile, RecordFormat, check_local, find_inputs
+from data_pipeline.plan import Plan
+from data_pipeline.stages import Stages
+from data_pipeline.stdlib_corpus import STDLIB, stdlib_corpus, write_corpus
+from data_pipeline.tokenizer import Tokenizer, check_vocab_size
+from tfbig.command import EXIT_USER_ERROR
 from tfbig.config import PrepareConfig
-from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
 
-STDLIB = "stdlib"
 _MAX_SEED = 2**31 - 1
 _NO_ROOM_OR_RIGHT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+# What the folder's bytes don't depend on.
+_ONLY_HOW = ("data", "workers", "encoder", "chunk_bytes", "dry_run")
 
 Say = Callable[[str], None]
 
@@ -51,8 +50,9 @@ def is_prepared(path: str | os.PathLike[str]) -> bool:
 def prepare(config: PrepareConfig, say: Say | None = None) -> Path:
     """Makes the data folder that `config` describes, unless it is there.
 
-    Stopped at any point, it leaves a folder without a manifest; called again, it starts anew and
-    writes the same bytes.
+    Stopped at any point, it leaves a folder without a manifest; called again, it goes on with what
+    is not done and writes the same bytes. Any number of processes may prepare one folder: each
+    takes what no other has taken.
 
     Args:
       config: what to make of which text.
@@ -68,6 +68,8 @@ def prepare(config: PrepareConfig, say: Say | None = None) -> Path:
     say = say or (lambda text: print(text, flush=True))
     _check_options(config)
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
+    if tokenizer:
+        TokenEncoder(tokenizer, config.encoder)
     settings = _settings(config, tokenizer)
     folder = Path(
         config.data or default_folder(config.source, config.vocab_size, config.sequence_length)
@@ -75,20 +77,51 @@ def prepare(config: PrepareConfig, say: Say | None = None) -> Path:
     try:
         if manifest.exists(folder):
             _check_same(folder, settings)
-            remove_marker(folder)
+            finish_building(folder)
             say(f"{folder} is already prepared")
         else:
-            inputs = None if config.source == STDLIB else find_inputs(config.source)
-            with building(folder):
-                _build(config, settings, folder, inputs, say)
+            _build(config, settings, folder, say)
     except OSError as error:
         if error.errno in _NO_ROOM_OR_RIGHT:
-            raise UserError(f"cannot prepare {folder}: {error.strerror}.") from error
+            raise UserError(
+                f"cannot prepare {folder}: {error.strerror}. What is complete is kept: make room "
+                "and run the same command again."
+            ) from error
         raise
     return folder
 
 
+def inputs_of(config: PrepareConfig, folder: Path) -> tuple[list[InputFile], dict[str, bytes]]:
+    """Returns the input files that `config` names, and the contents of those that we write.
+
+    Args:
+      config: the options.
+      folder: of the data, which the standard library's corpus is written to.
+    """
+    if config.source == STDLIB:
+        corpus = stdlib_corpus(config.validation_fraction, config.test_fraction)
+        inputs = [
+            InputFile(
+                str(folder / name),
+                name,
+                split=os.path.basename(name).split(".")[0],
+                num_bytes=len(data),
+            )
+            for name, data in corpus.items()
+        ]
+        return inputs, corpus
+    overrides = RecordFormat(
+        config.text_field,
+        config.source_field,
+        config.source_name,
+        config.prompt_field,
+        config.completion_field,
+    )
+    return find_inputs(config.source, overrides), {}
+
+
 def _check_options(config: PrepareConfig) -> None:
+    check_local(config.data, "data")
     if config.sequence_length < 1:
         raise UserError(f"--sequence_length={config.sequence_length} must be at least 1.")
     fractions = config.validation_fraction, config.test_fraction
@@ -97,16 +130,34 @@ def _check_options(config: PrepareConfig) -> None:
             f"--validation_fraction={fractions[0]} and --test_fraction={fractions[1]} must be at "
             "least 0 and leave something to train on: their sum is below 1."
         )
+    for name in ("shard_bytes", "chunk_bytes"):
+        if getattr(config, name) < 1:
+            raise UserError(f"--{name}={getattr(config, name)} must be at least 1.")
+    for name in ("workers", "min_characters", "max_characters", "order_block_bytes"):
+        if getattr(config, name) < 0:
+            raise UserError(f"--{name}={getattr(config, name)} must not be negative.")
+    for name in ("max_bad_fraction", "near_duplicates"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise UserError(f"--{name}={getattr(config, name)} must lie between 0 and 1.")
+    if config.near_duplicates:
+        from data_pipeline.near_duplicates import rensa
+
+        rensa()
+    if not config.tokenizer:
+        check_vocab_size(config.vocab_size)
+    if bool(config.prompt_field) != bool(config.completion_field):
+        raise UserError("--prompt_field and --completion_field go together: give both or neither.")
     if not 0 <= config.seed <= _MAX_SEED:
         raise UserError(f"--seed={config.seed} must lie between 0 and {_MAX_SEED}.")
 
 
 def _settings(config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Returns what the folder's bytes depend on besides the text."""
-    settings = {name: value for name, value in asdict(config).items() if name != "data"}
+    settings = {name: value for name, value in asdict(config).items() if name not in _ONLY_HOW}
+    settings["exclude_source"] = list(config.exclude_source)
     settings["tokenizer"] = tokenizer.sha256 if tokenizer else ""
     settings["vocab_size"] = tokenizer.vocab_size if tokenizer else config.vocab_size
-    return settings
+    return dict(sorted(settings.items()))
 
 
 def _check_same(folder: Path, settings: dict[str, Any]) -> None:
@@ -130,106 +181,66 @@ def _check_same(folder: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def _build(
-    config: PrepareConfig,
-    settings: dict[str, Any],
-    folder: Path,
-    inputs: list[InputFile] | None,
-    say: Say,
-) -> None:
-    """Goes through the stages; the manifest is the last thing written."""
+def _build(config: PrepareConfig, settings: dict[str, Any], folder: Path, say: Say) -> None:
+    """Takes part in the making of the folder, with as many processes as are worth it."""
     start = time.perf_counter()
-    say(f"preparing {folder} from {config.source}")
-    split = Split(config.validation_fraction, config.test_fraction)
-    if inputs is None:
-        inputs = write_stdlib_corpus(folder, split.validation_fraction, split.test_fraction)
-        say(f"  corpus written ({time.perf_counter() - start:.1f} s)")
-    tokenizer = _make_tokenizer(config, folder, inputs, split, say)
-    tokenized = tokenize_inputs(inputs, split, tokenizer, folder, say)
-    layout = RecordLayout(row_features(config.sequence_length, tokenizer.dtype))
-    splits = _write_splits(config, folder, tokenizer, tokenized, layout, say)
-    manifest.write_dataset_info(folder, layout, {s: made.shards for s, made in splits.items()})
-    if not config.keep_tokens:
-        shutil.rmtree(folder / STORE_FOLDER)
-    sources = sorted({source for _, source in tokenized.stores})
-    manifest.write(
-        folder,
-        {
-            "settings": settings,
-            "tokenizer": {
-                "sha256": tokenizer.sha256,
-                "vocab_size": tokenizer.vocab_size,
-                "end_of_text_id": tokenizer.end_of_text_id,
-            },
-            "seed": config.seed,
-            "sequence_length": config.sequence_length,
-            "dtype": tokenizer.dtype.name,
-            "stride": layout.stride,
-            "features": layout.to_manifest(),
-            "packing": {"policy": "join", "shuffle": "documents", "tail": "drop"},
-            "sources": sources,
-            "mixture": [{"first_sample": 0, "weights": dict.fromkeys(sources, 1.0)}],
-            "token_store": STORE_FOLDER if config.keep_tokens else "",
-            "inputs": tokenized.inputs,
-            "splits": {name: made.to_manifest() for name, made in splits.items()},
-        },
-    )
+    inputs, corpus = inputs_of(config, folder)
+    absolute = [
+        replace(item, path=os.path.abspath(item.path))
+        if item.form != "tfds" and "://" not in item.path
+        else item
+        for item in inputs
+    ]
+    plan = Plan(settings, replace(config, data=str(folder)), absolute)
+    with building(folder, plan.to_bytes()):
+        write_corpus(folder, corpus)
+        num_bytes = sum(item.num_bytes for item in inputs)
+        say(f"preparing {folder} from {len(inputs):,} files ({num_bytes / 1e6:,.1f} MB)")
+        workers = min(config.workers or num_cores(), plan.num_tasks())
+        stages = Stages(plan, folder, max(1, num_cores() // workers), say)
+        with _helpers(folder, workers - 1, say):
+            stages.run()
     say(f"{folder} is ready ({time.perf_counter() - start:.1f} s in all)")
 
 
-def _make_tokenizer(
-    config: PrepareConfig, folder: Path, inputs: list[InputFile], split: Split, say: Say
-) -> Tokenizer:
-    """Returns the given tokenizer, or one trained on the train split; the folder keeps it."""
-    if config.tokenizer:
-        contents = Path(config.tokenizer).read_bytes()
-    else:
-        start = time.perf_counter()
-        contents = train_tokenizer(training_texts(inputs, split, say), config.vocab_size)
-        say(f"  tokenizer trained on the train split ({time.perf_counter() - start:.1f} s)")
-    write_atomic(folder / manifest.TOKENIZER, contents)
-    return Tokenizer(contents)
+@contextlib.contextmanager
+def _helpers(folder: Path, count: int, say: Say) -> Iterator[None]:
+    """Keeps `count` more processes at work on the folder; one that dies is done without."""
+    command = [sys.executable, "-m", "data_pipeline.worker", str(folder), str(count + 1)]
+    root = str(Path(__file__).resolve().parents[1])
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    }
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) for _ in range(count)
+    ]
+    ended = threading.Event()
+
+    def watch() -> None:
+        reported = set()
+        while not ended.wait(1.0):
+            for number, process in enumerate(processes):
+                if process.poll() and number not in reported:  # 0 is a worker that found no work
+                    reported.add(number)
+                    code = process.returncode
+                    if code != EXIT_USER_ERROR:  # this process meets the same mistake
+                        say(f"  a worker ended with code {code}; its work is done by the others")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
 
 
-def _write_splits(
-    config: PrepareConfig,
-    folder: Path,
-    tokenizer: Tokenizer,
-    tokenized: Tokenized,
-    layout: RecordLayout,
-    say: Say,
-) -> dict[str, SplitShards]:
-    """Returns the splits that have rows.
-
-    Raises:
-      UserError: a split that was asked for has too little text for one row.
-    """
-    length = config.sequence_length
-    rows_per_shard = config.shard_bytes // layout.stride
-    if rows_per_shard < 1:
-        raise UserError(
-            f"--shard_bytes={config.shard_bytes} is less than one row of {length} tokens, which "
-            f"takes {layout.stride} bytes."
-        )
-    asked = {"train": 1.0, "validation": config.validation_fraction, "test": config.test_fraction}
-    splits = {}
-    for split, fraction in asked.items():
-        if not fraction:
-            continue
-        start = time.perf_counter()
-        made = write_split(
-            split, tokenized, folder, tokenizer, layout, rows_per_shard, length, config.seed
-        )
-        if not made.shards:
-            raise UserError(
-                f"the {split} split has {made.total('dropped_tokens')} tokens in "
-                f"{made.total('documents')} documents: no row of --sequence_length={length}. Give "
-                "more text, a shorter sequence, or another fraction."
-            )
-        say(
-            f"  {split}: {made.total('rows'):,} rows of {length} tokens, {made.total('bytes'):,} "
-            f"bytes of text; {made.total('dropped_tokens'):,} tokens at the end fill no row "
-            f"({time.perf_counter() - start:.1f} s)"
-        )
-        splits[split] = made
-    return splits
+def num_cores() -> int:
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -65,9 +65,17 @@ class RecordLayout:
         }
 
 
-def row_features(sequence_length: int, dtype: np.dtype) -> tuple[Feature, ...]:
-    """Returns the features of plainly packed rows: S+1 tokens and nothing else."""
-    return (Feature(TOKENS, np.dtype(dtype).newbyteorder("<").str, sequence_length + 1),)
+def row_features(
+    sequence_length: int, dtype: np.dtype, loss_mask: bool = False, document_ids: bool = False
+) -> tuple[Feature, ...]:
+    """Returns the features of a row: S+1 tokens and, where asked for, mask and document ids."""
+    features = [Feature(TOKENS, np.dtype(dtype).newbyteorder("<").str, sequence_length + 1)]
+    if loss_mask:
+        features.append(Feature(LOSS_MASK, "|u1", sequence_length))
+    if document_ids:
+        fits = sequence_length < 1 << 16
+        features.append(Feature(DOCUMENT_IDS, "<u2" if fits else "<i4", sequence_length + 1))
+    return tuple(features)
 
 
 def masked_crc32c(parts: list[bytes]) -> np.ndarray:
@@ -129,11 +137,12 @@ class ShardWriter:
     Args:
       path: of the finished shard.
       layout: of its records.
+      temporary: where it is written; None means beside `path`.
     """
 
-    def __init__(self, path: Path, layout: RecordLayout) -> None:
+    def __init__(self, path: Path, layout: RecordLayout, temporary: Path | None = None) -> None:
         self._path, self._layout = path, layout
-        self._temporary = path.with_name(path.name + ".tmp")
+        self._temporary = temporary or path.with_name(path.name + ".tmp")
         self._file = open(self._temporary, "wb")
         self._hash = sha256()
         self.num_rows, self.max_id = 0, -1

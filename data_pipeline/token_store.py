@@ -1,23 +1,34 @@
 """The tokenizer stage's output: documents as token ids, before any sequence length is chosen.
 
 One store is a pair PREFIX.bin, PREFIX.idx in Megatron-LM's indexed format, one sequence a document
-with its end-of-text, plus PREFIX.keys: a uint64 a document, by which it is shuffled.
+with its end-of-text, plus PREFIX.keys and PREFIX.checks, the halves of each document's digest: its
+key places it in the shuffle. PREFIX.prompts, where it exists, counts each document's leading tokens
+that are read but not learned.
 """
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from tfbig.durable_file import fsync_directory
+from tfbig.errors import UserError
 
 # Megatron-LM core/datasets/indexed_dataset.py: the header and its codes of dtypes.
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
-_DTYPE_CODES: dict[np.dtype, int] = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
+_DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+_HEADER = struct.Struct("<9sQBQQ")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -25,102 +36,162 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<i4")
 
 
-class TokenStoreWriter:
-    """Writes one store; its files appear under their names with `close`.
+def write_index(path: Path | str, lengths: np.ndarray, dtype: np.dtype) -> None:
+    """Writes a Megatron .idx: every sequence is a document.
 
     Args:
-      prefix: path without suffix; its directory exists.
-      dtype: of the stored ids.
-      end_of_text_id: appended to every document.
+      path: of the index.
+      lengths: (n,) tokens of each document.
+      dtype: of the tokens.
     """
-
-    def __init__(self, prefix: Path, dtype: np.dtype, end_of_text_id: int) -> None:
-        self._prefix, self._dtype, self._end_of_text_id = prefix, dtype, end_of_text_id
-        self._lengths: list[int] = []
-        self._keys: list[int] = []
-        self._file = open(_temporary(prefix, "bin"), "wb")
-
-    def add(self, tokens: np.ndarray, key: int) -> None:
-        """Appends one document.
-
-        Args:
-          tokens: (n,) ids without end-of-text.
-          key: uint64.
-        """
-        with_end = np.empty(len(tokens) + 1, self._dtype)
-        with_end[:-1] = tokens
-        with_end[-1] = self._end_of_text_id
-        self._file.write(with_end.data)
-        self._lengths.append(len(with_end))
-        self._keys.append(key)
-
-    def close(self) -> None:
-        """Makes the store complete and durable."""
-        lengths = np.array(self._lengths, "<i4")
-        pointers = np.zeros(len(lengths), "<i8")
-        np.cumsum(lengths[:-1], out=pointers[1:], dtype=np.int64)
-        pointers *= self._dtype.itemsize
-        index = b"".join(
-            [
-                _MAGIC,
-                struct.pack("<QB", _VERSION, _DTYPE_CODES[self._dtype]),
-                struct.pack("<QQ", len(lengths), len(lengths) + 1),
-                lengths.tobytes(),
-                pointers.tobytes(),
-                np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
-            ]
+    if len(lengths) and lengths.max() >= 1 << 31:
+        raise UserError(
+            f"a document has {lengths.max():,} tokens; the index of a token store holds lengths "
+            "below 2^31: cut it, or leave it out with --max_characters."
         )
-        _sync_and_close(self._file)
-        for suffix, data in (("idx", index), ("keys", np.array(self._keys, "<u8").tobytes())):
-            with open(_temporary(self._prefix, suffix), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        for suffix in ("bin", "keys", "idx"):  # the index last: with it the store is complete
-            os.replace(_temporary(self._prefix, suffix), f"{self._prefix}.{suffix}")
-        fsync_directory(self._prefix.parent)
+    lengths = lengths.astype("<i4")
+    pointers = np.zeros(len(lengths), "<i8")
+    np.cumsum(lengths[:-1], out=pointers[1:], dtype=np.int64)
+    code = next(code for code, known in _DTYPES.items() if known == dtype)
+    with open(path, "wb") as file:
+        file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
+        file.write(lengths.tobytes())
+        file.write((pointers * dtype.itemsize).tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+        _sync(file)
 
 
-class TokenStore:
-    """Reads a store without holding its tokens in memory.
+class IndexedTokens:
+    """A Megatron .bin/.idx pair, mapped.
 
     Args:
       prefix: path without suffix.
 
     Attributes:
-      keys: (num_documents,) uint64.
-      num_tokens: of all documents, each one's end-of-text included.
+      dtype: of the ids.
+      num_documents: of the file; a document may be several sequences.
+      ends: (num_documents,) int64, the tokens up to each document's end.
+      tokens: all ids.
+
+    Raises:
+      UserError: one of the files is missing, cut short, or not of that format.
     """
 
-    def __init__(self, prefix: Path) -> None:
-        index = Path(f"{prefix}.idx").read_bytes()
-        header = struct.Struct("<9sQBQQ")
-        magic, version, code, num_documents, _ = header.unpack_from(index)
-        assert (magic, version) == (_MAGIC, _VERSION), f"{prefix}.idx is no token store"
-        dtype = next(known for known, known_code in _DTYPE_CODES.items() if known_code == code)
-        self._lengths = np.frombuffer(index, "<i4", num_documents, header.size)
-        self._starts = np.cumsum(self._lengths, dtype=np.int64) - self._lengths
-        self.keys = np.fromfile(f"{prefix}.keys", "<u8")
-        num_tokens = self.num_tokens = int(self._lengths.sum(dtype=np.int64))
-        self._tokens = (
-            np.memmap(f"{prefix}.bin", dtype, "r", shape=(num_tokens,))
-            if num_tokens
-            else np.empty(0, dtype)
+    def __init__(self, prefix: Path | str) -> None:
+        try:
+            index = Path(f"{prefix}.idx").read_bytes()
+            num_bytes = os.path.getsize(f"{prefix}.bin")
+        except OSError as error:
+            raise UserError(f"cannot read {prefix}.idx and .bin: {error.strerror}.") from None
+        magic, version, code, num_sequences, num_bounds = (
+            _HEADER.unpack_from(index) if len(index) >= _HEADER.size else (b"", 0, 0, 0, 0)
+        )
+        if (magic, version) != (_MAGIC, _VERSION) or code not in _DTYPES:
+            raise UserError(f"{prefix}.idx is no index of Megatron's format, version {_VERSION}.")
+        expected = _HEADER.size + 12 * num_sequences + 8 * num_bounds
+        if len(index) < expected:
+            raise UserError(f"{prefix}.idx is cut short: {len(index)} bytes of {expected}.")
+        self.dtype = _DTYPES[code]
+        lengths = np.frombuffer(index, "<i4", num_sequences, _HEADER.size)
+        bounds = np.frombuffer(index, "<i8", num_bounds, _HEADER.size + 12 * num_sequences)
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.ends = ends[bounds[1:]]
+        self.num_documents = len(self.ends)
+        num_tokens = int(ends[-1])
+        if num_bytes != num_tokens * self.dtype.itemsize:
+            raise UserError(
+                f"{prefix}.bin has {num_bytes} bytes, its index says {num_tokens} tokens x "
+                f"{self.dtype.itemsize}: it is cut or changed."
+            )
+        self.tokens = (
+            np.asarray(np.memmap(f"{prefix}.bin", self.dtype, "r"))
+            if num_bytes
+            else np.empty(0, self.dtype)
         )
 
-    def documents(self, order: Sequence[int] | np.ndarray) -> Iterator[np.ndarray]:
-        """Yields the documents with the given indices, without their end-of-text."""
-        tokens = np.asarray(self._tokens)
-        for index in order:
-            start = self._starts[index]
-            yield tokens[start : start + self._lengths[index] - 1]
+
+class TokenStore(IndexedTokens):
+    """A store of ours, read without holding its tokens in memory.
+
+    Attributes:
+      keys: (num_documents,) uint64.
+      checks: (num_documents,) uint64.
+      lengths: (num_documents,) tokens, end-of-text included.
+      starts: (num_documents,) index of each document's first token.
+      prompts: (num_documents,) leading tokens that are not learned, or None.
+    """
+
+    def __init__(self, prefix: Path | str) -> None:
+        super().__init__(prefix)
+        self.starts = np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])[: len(self.ends)]
+        self.lengths = self.ends - self.starts
+        self.keys = np.fromfile(f"{prefix}.keys", "<u8")
+        self.checks = np.fromfile(f"{prefix}.checks", "<u8")
+        prompts = Path(f"{prefix}.prompts")
+        self.prompts = np.fromfile(prompts, "<i4") if prompts.exists() else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all documents, each one's end-of-text included."""
+        return len(self.tokens)
 
 
-def _temporary(prefix: Path, suffix: str) -> str:
-    return f"{prefix}.{suffix}.tmp"
+def write_store(
+    prefix: Path | str,
+    documents: Iterable[np.ndarray],
+    keys: np.ndarray,
+    checks: np.ndarray,
+    dtype: np.dtype,
+    prompts: np.ndarray | None = None,
+) -> str:
+    """Writes one store; durable, not yet under its final name.
+
+    Args:
+      prefix: path without suffix; its directory exists.
+      documents: ids of each, with its end-of-text.
+      keys: (n,) uint64.
+      checks: (n,) uint64.
+      dtype: of the stored ids.
+      prompts: (n,) or None.
+
+    Returns:
+      The sha256 of the .bin.
+    """
+    lengths: list[int] = []
+    digest = sha256()
+    with open(f"{prefix}.bin", "wb") as file:
+        for block in _blocks(documents, lengths):
+            data = np.concatenate(block).astype(dtype, copy=False).data
+            file.write(data)
+            digest.update(data)
+        _sync(file)
+    columns = {"keys": keys.astype("<u8"), "checks": checks.astype("<u8")}
+    if prompts is not None:
+        columns["prompts"] = prompts.astype("<i4")
+    for suffix, values in columns.items():
+        assert len(values) == len(lengths)
+        with open(f"{prefix}.{suffix}", "wb") as file:
+            file.write(values.tobytes())
+            _sync(file)
+    write_index(f"{prefix}.idx", np.array(lengths, np.int64), dtype)
+    return digest.hexdigest()
 
 
-def _sync_and_close(file: BinaryIO) -> None:
+def _blocks(documents: Iterable[np.ndarray], lengths: list[int]) -> Iterable[list[np.ndarray]]:
+    """Groups documents, so that few writes are made; their lengths are added to `lengths`."""
+    block: list[np.ndarray] = []
+    size = 0
+    for document in documents:
+        block.append(document)
+        lengths.append(len(document))
+        size += len(document)
+        if size >= 1 << 22:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-    file.close()

@@ -3,11 +3,10 @@
 import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -17,10 +16,9 @@ from data_pipeline.token_store import token_dtype
 from tfbig.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
-_GATE_CHARACTERS = 1 << 16  # text on which the fast encoder must agree with the library
 # GPT-2's pre-tokenizer, which the tokenizers library's ByteLevel has built in.
 # Source: github.com/openai/gpt-2, src/encoder.py.
-_GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -35,6 +33,14 @@ def byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """Raises UserError when a vocabulary cannot hold all bytes."""
+    if vocab_size < 257:
+        raise UserError(
+            f"--vocab_size={vocab_size} is too small: 256 bytes and {END_OF_TEXT} are 257 entries."
+        )
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     """Returns a tokenizer.json trained on `texts`, with end-of-text as its only special token.
 
@@ -45,10 +51,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     Raises:
       UserError: vocab_size is below 257.
     """
-    if vocab_size < 257:
-        raise UserError(
-            f"--vocab_size={vocab_size} is too small: 256 bytes and {END_OF_TEXT} are 257 entries."
-        )
+    check_vocab_size(vocab_size)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -59,6 +62,45 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return (tokenizer.to_str(pretty=True) + "\n").encode()
+
+
+def read_tokenizer_file(path: str | os.PathLike[str]) -> bytes:
+    """Returns a tokenizer.json's contents, made from a vocabulary and its merges where given so.
+
+    Args:
+      path: a tokenizer.json, a folder that holds one (or vocab.json and merges.txt), or two paths
+        separated by a comma: vocab.json,merges.txt, as GPT-2's encoder.json,vocab.bpe.
+
+    Raises:
+      UserError: there is no such file, or the pair is no byte-level BPE.
+    """
+    name = os.fspath(path)
+    if os.path.isdir(name):
+        whole = os.path.join(name, "tokenizer.json")
+        pair = [os.path.join(name, part) for part in ("vocab.json", "merges.txt")]
+        name = whole if os.path.exists(whole) else ",".join(pair)
+    vocabulary, comma, merges = name.partition(",")
+    if comma and not os.path.exists(name):
+        return _from_vocabulary_and_merges(vocabulary, merges)
+    try:
+        return Path(name).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read tokenizer {path}: {error.strerror}.") from None
+
+
+def _from_vocabulary_and_merges(vocabulary: str, merges: str) -> bytes:
+    for part in (vocabulary, merges):
+        if not os.path.isfile(part):
+            raise UserError(f"cannot read tokenizer {part}: there is no such file.")
+    try:
+        tokenizer = tokenizers.Tokenizer(models.BPE.from_file(vocabulary, merges))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{vocabulary} and {merges} are no BPE vocabulary: {error}") from None
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        tokenizer.add_special_tokens([END_OF_TEXT])
     return (tokenizer.to_str(pretty=True) + "\n").encode()
 
 
@@ -79,79 +121,46 @@ class Tokenizer:
       vocab_size: ids are below it.
       end_of_text_id: between documents.
       dtype: the smallest that holds all ids: uint16 or int32.
+      description: the file, parsed.
+      library: the tokenizers library's own object.
     """
 
     def __init__(self, contents: bytes, name: str = "tokenizer.json") -> None:
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(contents.decode())
-            self._description = json.loads(contents)
+            self.library = tokenizers.Tokenizer.from_str(contents.decode())
+            self.description = json.loads(contents)
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{name} is not a tokenizer.json: {error}") from None
-        if self._description["model"]["type"] != "BPE" or not _is_byte_level(self._description):
+        if self.description["model"]["type"] != "BPE" or not _is_byte_level(self.description):
             raise UserError(f"{name} is not a byte-level BPE: other tokenizers are not supported.")
-        end_of_text_id = self._tokenizer.token_to_id(END_OF_TEXT)
+        end_of_text_id = self.library.token_to_id(END_OF_TEXT)
         if end_of_text_id is None:
             raise UserError(f"{name} has no token {END_OF_TEXT}, which ends documents.")
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # their names in a text stay text
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.library.encode_special_tokens = True  # their names in a text stay text
         self.sha256 = sha256(contents).hexdigest()
         self.end_of_text_id: int = end_of_text_id
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        vocabulary = self.library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.dtype = token_dtype(self.vocab_size)
-        self._token_bytes, special = _bytes_of_tokens(self._description, vocabulary, name)
+        self._token_bytes, special = _bytes_of_tokens(self.description, vocabulary, name)
         self.num_bytes_of_token = np.array([len(token) for token in self._token_bytes], np.int64)
         self.num_bytes_of_token[special] = 0
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """Reads a tokenizer.json.
+        """Reads a tokenizer.json, or a folder of one, or vocab.json,merges.txt.
 
         Raises:
           UserError: there is no such file, or it is no byte-level BPE.
         """
-        try:
-            contents = Path(path).read_bytes()
-        except OSError as error:
-            raise UserError(f"cannot read tokenizer {path}: {error.strerror}.") from None
-        return cls(contents, str(path))
+        return cls(read_tokenizer_file(path), str(path))
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (n,) of a text."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self.library.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, self.dtype)
-
-    def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[np.ndarray]:
-        """Returns the ids of each text; several times faster than `encode` in a loop.
-
-        Args:
-          texts: documents.
-          num_threads: that encode at the same time.
-        """
-        encoder = self._fast_encoder
-        if encoder is None:
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [np.array(encoding.ids, self.dtype) for encoding in encodings]
-        ids = encoder.encode_ordinary_batch(list(texts), num_threads=num_threads)
-        return [np.array(document, self.dtype) for document in ids]
-
-    def check_fast_encoder(self, texts: Sequence[str]) -> str:
-        """Compares the fast encoder's ids with the library's on a sample of `texts`.
-
-        Returns:
-          "" when they agree or there is none; else why the library is used from now on.
-        """
-        num_characters = 0
-        for text in texts:
-            if self._fast_encoder is None or num_characters >= _GATE_CHARACTERS:
-                break
-            text = text[:_GATE_CHARACTERS]
-            num_characters += len(text)
-            if not np.array_equal(self.encode_batch([text])[0], self.encode(text)):
-                self.__dict__["_fast_encoder"] = None
-                return "tiktoken's ids differ from the tokenizers library's, which is used instead"
-        return ""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids; bytes that are no UTF-8 become U+FFFD."""
@@ -170,28 +179,26 @@ class Tokenizer:
         return int(self.num_bytes_of_token[np.asarray(ids)].sum())
 
     @cached_property
-    def _fast_encoder(self) -> Any:
-        """The core of tiktoken, where it describes the same function; None elsewhere."""
-        description = self._description
-        if description.get("normalizer") or not _is_gpt2_pre_tokenizer(description):
-            return None
-        added = {token["content"]: token for token in description["added_tokens"]}
-        if not all(token["special"] for token in added.values()):
-            return None
-        ranks = {
+    def is_gpt2_like(self) -> bool:
+        """Whether encoding is GPT-2's pre-tokenizer and merging by lowest id, and nothing else."""
+        description = self.description
+        added = {token["content"]: token for token in description.get("added_tokens", [])}
+        return (
+            not description.get("normalizer")
+            and _is_gpt2_pre_tokenizer(description)
+            and all(token["special"] for token in added.values())
+            and sum(len(token) == 1 for token in self.mergeable_ranks()) >= 256
+            and _merges_are_in_id_order(description)
+        )
+
+    def mergeable_ranks(self) -> dict[bytes, int]:
+        """Returns {bytes: id} of the tokens that merging makes, special ones left out."""
+        added = {token["content"] for token in self.description.get("added_tokens", [])}
+        return {
             self._token_bytes[rank]: rank
-            for token, rank in description["model"]["vocab"].items()
+            for token, rank in self.description["model"]["vocab"].items()
             if token not in added
         }
-        if sum(len(token) == 1 for token in ranks) < 256 or not _merges_are_in_id_order(
-            description
-        ):
-            return None
-        import tiktoken
-
-        return tiktoken.Encoding(
-            self.sha256, pat_str=_GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={}
-        )
 
 
 def _pre_tokenizers(description: dict) -> list[dict]:

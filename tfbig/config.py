@@ -185,23 +185,61 @@ class PrepareConfig:
     data: str = ""
     """Output folder; empty means data/<source>_<vocab_size>_<sequence_length>."""
     source: str = "stdlib"
-    """The Python standard library's own source, or a path or glob of jsonl(.zst) or txt files."""
+    """stdlib, or [preset:]path[,...]; paths are files, folders, globs or URLs (docs/data.md)."""
     sequence_length: int = 256
     """Tokens a sample feeds to the model (S)."""
     vocab_size: int = 4096
     """Entries of the byte-level BPE that is trained when no --tokenizer is given."""
     tokenizer: str = ""
-    """Existing tokenizer.json to use; empty means training one on the train split."""
+    """A tokenizer.json, its folder, or vocab.json,merges.txt; empty trains one on train text."""
+    encoder: Literal["auto", "gigatoken", "tiktoken", "tokenizers"] = "auto"
+    """What encodes; auto is the fastest installed one that gives the tokenizers library's ids."""
+    text_field: str = ""
+    """Field of a record that holds its text, with dots inside objects; empty means the preset's."""
+    source_field: str = ""
+    """Field of a record that names its source; empty means the preset's."""
+    source_name: str = ""
+    """Source of all records; empty means the field's, or the preset's."""
+    prompt_field: str = ""
+    """Field of text that is read but not learned (prompt/completion records)."""
+    completion_field: str = ""
+    """Field of the text that is learned after the prompt."""
+    min_characters: int = 0
+    """Shorter documents are left out, and counted."""
+    max_characters: int = 0
+    """Longer documents are left out, and counted; 0 means no limit."""
+    exclude_source: tuple[str, ...] = ()
+    """Source whose documents are left out, and counted. Repeat the flag for more."""
+    remove_duplicates: bool = False
+    """Whether of equal documents only one is kept: held-out ones first, then the first read."""
+    near_duplicates: float = 0.0
+    """Removes documents whose MinHash similarity to a kept one reaches this; 0 removes none."""
+    max_bad_fraction: float = 0.0
+    """Share of unfit records that is borne (left out and listed); at 0 the first one stops it."""
+    packing: Literal["join", "best_fit", "single"] = "join"
+    """Documents in a row of text, whole ones in padded rows, or one a row."""
+    tail: Literal["drop", "pad"] = "drop"
+    """Whether the last tokens of joined documents, fewer than a row, are left out or padded."""
+    document_mask: bool = False
+    """Whether document_ids are stored, at which attention and positions begin anew."""
     seed: int = 0
-    """Seed of the document shuffle and of the data order."""
+    """Seed of the document shuffle."""
     validation_fraction: float = 0.05
     """Share of documents, chosen by hash, that is held out."""
     test_fraction: float = 0.0
     """Share of documents, chosen by hash, for a test split."""
     shard_bytes: int = 1 << 30
     """Largest size of one shard file."""
+    chunk_bytes: int = 1 << 30
+    """Text that one worker tokenizes at a time."""
+    order_block_bytes: int = 1 << 20
+    """Neighbouring rows that training reads together (for network file systems); 0 means one."""
+    workers: int = 0
+    """Processes on this machine; 0 means one a core. The same command on more hosts helps too."""
     keep_tokens: bool = False
     """Whether the token store is kept, so that another length needs no new tokenizing."""
+    dry_run: bool = False
+    """Only estimates documents, tokens, disk and time from a sample."""
 
 
 @dataclass(frozen=True, kw_only=True)

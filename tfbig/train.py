@@ -124,8 +124,9 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
 
 def default_data_folder(config: Config) -> str:
     """Returns the folder that --source is prepared into when --data is not given."""
-    source = "".join(c if c.isalnum() else "_" for c in config.data.source)
-    return f"data/{source}_{config.model.vocab_size}_{config.data.sequence_length}"
+    from data_pipeline.preparation import default_folder
+
+    return default_folder(config.data.source, config.model.vocab_size, config.data.sequence_length)
 
 
 def open_data(config: Config, trainer: Any) -> Any:

@@ -2,7 +2,7 @@ import pytest
 from sample_corpus import SEQUENCE_LENGTH, corpus_documents
 
 from data_pipeline.preparation import prepare
-from data_pipeline.sources import encode_jsonl_zst
+from data_pipeline.stdlib_corpus import encode_jsonl_zst
 from tfbig.config import PrepareConfig
 
 

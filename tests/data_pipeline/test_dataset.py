@@ -234,8 +234,8 @@ def test_a_missing_or_foreign_folder(copy, tmp_path):
 
 @pytest.mark.parametrize("name", ["format_version", "order_version"])
 def test_another_format(copy, name):
-    edit_manifest(copy, **{name: 2})
-    assert_refused(copy, "this tfbig reads format 1, order 1")
+    edit_manifest(copy, **{name: 1})
+    assert_refused(copy, "this tfbig reads format 2, order 2")
 
 
 def test_a_changed_tokenizer(copy):

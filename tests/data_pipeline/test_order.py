@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.order import (
-    NUM_ROUNDS,
-    ORDER_VERSION,
-    DataOrder,
-    mix_bits,
-    permute,
-)
+from data_pipeline.order import ORDER_VERSION, DataOrder, RowOrder
+from data_pipeline.permutation import NUM_ROUNDS, mix_bits, permute
 
 AWKWARD_SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 63, 64, 65, 255, 256, 257, 997, 1023, 1024]
 AWKWARD_SIZES += [1025, 4095, 4096, 4097, 10007, 16383, 16385, 65535, 65536, 65537, 262143, 262145]
@@ -101,20 +96,29 @@ def test_the_order_is_the_one_that_checkpoints_rely_on():
         indices = np.array([k for k in (0, 1, 2, 77, size - 1) if k < size])
         expected = [walk(int(index), size, 2**64 - 3) for index in indices]
         assert permute(indices, size, key(2**64 - 3)).tolist() == expected
-    assert ORDER_VERSION == 1 and NUM_ROUNDS == 10
-    place = DataOrder([1000], [0]).locate(np.array([0, 1, 999, 1000, 123456789]), seed=5)
-    assert place.row.tolist() == [768, 414, 710, 450, 73]
+    assert ORDER_VERSION == 2 and NUM_ROUNDS == 10
+    place = DataOrder([1000], [0], ["a"]).locate(np.array([0, 1, 999, 1000, 123456789]), seed=5)
+    assert place.row.tolist() == [951, 463, 792, 409, 358]
+    order = DataOrder([700, 300, 77], [0, 1, 0], ["a", "b"], None, block_rows=4)
+    place = order.locate(np.array([0, 1, 999, 1000, 123456789]), seed=5)
+    assert place.shard.tolist() == [0, 0, 1, 1, 1] and place.row.tolist() == [
+        426,
+        550,
+        210,
+        169,
+        225,
+    ]
 
 
 def test_each_epoch_holds_every_row_once_in_another_order():
-    order = DataOrder([5, 0, 7, 1], [0, 0, 1, 1])
+    order = DataOrder([5, 0, 7, 1], [0, 0, 1, 1], ["a", "b"])
     assert order.num_rows == 13
     place = order.locate(np.arange(39), seed=1)
     orders = []
     for epoch in range(3):
-        chosen = place.epoch == epoch
-        assert np.array_equal(np.flatnonzero(chosen), np.arange(13 * epoch, 13 * (epoch + 1)))
-        rows = list(zip(place.shard[chosen], place.row[chosen], strict=True))
+        chosen = slice(13 * epoch, 13 * (epoch + 1))
+        assert (place.epoch[chosen] == epoch).all()
+        rows = list(zip(place.shard[chosen].tolist(), place.row[chosen].tolist(), strict=True))
         expected = [(0, r) for r in range(5)] + [(2, r) for r in range(7)] + [(3, 0)]
         assert sorted(rows) == expected
         orders.append(rows)
@@ -123,7 +127,7 @@ def test_each_epoch_holds_every_row_once_in_another_order():
 
 
 def test_a_position_has_its_place_whatever_is_asked_with_it():
-    order = DataOrder([100], [0])
+    order = DataOrder([60, 40], [0, 1], ["a", "b"], None, block_rows=3)
     whole = order.locate(np.arange(1000), seed=9).row
     assert [order.locate(np.array([p]), seed=9).row[0] for p in (0, 99, 100, 999)] == [
         *whole[[0, 99, 100, 999]]
@@ -132,8 +136,30 @@ def test_a_position_has_its_place_whatever_is_asked_with_it():
     assert not np.array_equal(order.locate(np.arange(100), seed=8).row, whole[:100])
 
 
+@given(st.integers(1, 2000), st.integers(1, 9), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_rows_in_blocks_come_once_an_epoch(num_rows, block_rows, seed):
+    order = RowOrder(num_rows, block_rows)
+    epochs, rows = order.locate(np.arange(2 * num_rows), seed)
+    for epoch in range(2):
+        chosen = rows[epoch * num_rows : (epoch + 1) * num_rows]
+        assert (epochs[epoch * num_rows : (epoch + 1) * num_rows] == epoch).all()
+        assert np.array_equal(np.sort(chosen), np.arange(num_rows))
+
+
+def test_a_window_touches_few_blocks_and_windows_change_with_the_epoch():
+    block_rows, num_rows = 16, 16 * 64 * 5 + 3
+    order = RowOrder(num_rows, block_rows)
+    _, rows = order.locate(np.arange(2 * num_rows), 7)
+    windows = rows[: 64 * 16 * 5].reshape(5, -1) // block_rows  # (windows, rows)
+    assert [len(np.unique(window)) for window in windows] == [64] * 5
+    again = rows[num_rows : num_rows + 64 * 16] // block_rows
+    assert len(set(again) & set(windows[0])) < 32
+    assert abs(np.corrcoef(rows[:1023], rows[1:1024])[0, 1]) < 0.2
+
+
 def test_sequential_places():
-    place = DataOrder([2, 3], [1, 0]).locate_sequential(np.arange(5))
+    place = DataOrder([2, 3], [1, 0], ["a", "b"]).locate_sequential(np.arange(5))
     assert place.shard.tolist() == [0, 0, 1, 1, 1]
     assert place.row.tolist() == [0, 1, 0, 1, 2]
     assert place.source.tolist() == [1, 1, 0, 0, 0]

@@ -11,8 +11,9 @@ from sample_corpus import SEQUENCE_LENGTH, corpus_documents
 
 from data_pipeline.building import MARKER, building
 from data_pipeline.dataset import TokenData
+from data_pipeline.documents import document_key, split_of
 from data_pipeline.preparation import default_folder, is_prepared, prepare
-from data_pipeline.sources import document_key, encode_jsonl_zst, split_of
+from data_pipeline.stdlib_corpus import encode_jsonl_zst
 from tfbig.config import PrepareConfig
 from tfbig.errors import UserError
 
@@ -34,7 +35,7 @@ def counted(operation):
         return operation(*arguments, **keywords)
     return call
 
-os.fsync, os.replace = counted(os.fsync), counted(os.replace)
+os.fsync, os.replace, os.rename = counted(os.fsync), counted(os.replace), counted(os.rename)
 preparation.prepare(config, say=lambda text: None)
 print(count)
 """
@@ -107,33 +108,127 @@ def test_documents_are_shuffled_by_the_seed(prepare_config, tmp_path):
     assert first_texts(one) != first_texts(two)
 
 
-def test_killed_at_any_file_operation_it_starts_anew_and_ends_alike(
-    prepare_config, data_folder, tmp_path
-):
-    config = dataclasses.replace(prepare_config, keep_tokens=True)
+def make_several_inputs(folder):
+    """Several files of several kinds, of which some are split and some are read together."""
+    folder.mkdir()
+    documents = list(corpus_documents())
+    for number in range(3):
+        path = folder / f"{number}.jsonl.zst"
+        path.write_bytes(encode_jsonl_zst(documents[number::4]))
+    lines = [
+        json.dumps({"text": text, "meta": {"pile_set_name": source}})
+        for text, source in documents[3::4]
+    ]
+    (folder / "3.jsonl").write_text("\n".join(lines))
+    (folder / "notes.txt").write_text("one document of a text file " * 9)
+
+
+@pytest.fixture
+def several(tmp_path, prepare_config, data_folder):
+    make_several_inputs(tmp_path / "several")
+    return dataclasses.replace(
+        prepare_config,
+        source=str(tmp_path / "several"),
+        tokenizer=str(data_folder / "tokenizer.json"),
+        chunk_bytes=1000,
+        keep_tokens=True,
+    )
+
+
+def test_any_number_of_workers_and_kills_gives_the_same_bytes(several, tmp_path):
+    one = dataclasses.replace(several, data=str(tmp_path / "one"), workers=1)
+    expected = contents(prepare(one, quiet))
+    assert len([name for name in expected if name.endswith(".idx")]) > 8
+    four = dataclasses.replace(several, data=str(tmp_path / "four"), workers=4)
+    assert contents(prepare(four, quiet)) == expected
+    # Chunks of another size hold the same documents: only the kept stores are others.
+    whole = dataclasses.replace(several, data=str(tmp_path / "whole"), chunk_bytes=1 << 30)
+    shards = {name: data for name, data in expected.items() if ".tfrecord-" in name}
+    found = contents(prepare(whole, quiet))
+    assert shards == {name: data for name, data in found.items() if ".tfrecord-" in name}
+
+
+def test_killed_at_any_file_operation_it_goes_on_and_ends_alike(several, tmp_path):
+    config = dataclasses.replace(several, workers=1)
     whole = work(
         0, dataclasses.replace(config, data=str(tmp_path / "whole")), RAYON_NUM_THREADS="1"
     )
     assert whole.returncode == 0, whole.stderr
     num_places = int(whole.stdout)
     expected = contents(tmp_path / "whole")
-    # The fixture is of the same settings, made by another process with more threads.
-    assert expected == contents(data_folder)
-    assert num_places > 30
+    assert num_places > 100
     folder = tmp_path / "data"
-    for place in [1, *np.linspace(2, num_places, 5).astype(int)]:
+    # One attempt after the other is killed, each later than the last.
+    for place in np.linspace(1, num_places, 8).astype(int):
         killed = work(place, config)
-        assert killed.returncode == -signal.SIGKILL
-        complete = place == num_places  # only the fsync of the manifest's folder was left
-        assert is_prepared(folder) == complete
-        if not complete:
+        if killed.returncode == 0:  # what earlier attempts completed is not done again
+            break
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        if not is_prepared(folder):
             with pytest.raises(UserError, match="not a complete one"):
                 TokenData.open(folder)
+    prepare(config, quiet)
+    assert contents(folder) == expected
+
+
+def test_what_is_complete_is_not_done_again(several, tmp_path, monkeypatch):
+    from data_pipeline.tokenizing import ChunkTokenizer
+
+    done, original = [], ChunkTokenizer.__call__
+
+    def counted(self, item):
+        if len(done) == 3 and stop:
+            raise KeyboardInterrupt
+        done.append(item)
+        return original(self, item)
+
+    monkeypatch.setattr(ChunkTokenizer, "__call__", counted)
+    config, stop = dataclasses.replace(several, workers=1), True
+    with pytest.raises(KeyboardInterrupt):
         prepare(config, quiet)
-        assert contents(folder) == expected
-        for path in sorted(folder.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        folder.rmdir()
+    stop = False
+    first = list(done)
+    # Another sequence length needs no new tokenizing; a file that changed does.
+    (tmp_path / "several" / "notes.txt").write_text("another text")
+    prepare(dataclasses.replace(config, sequence_length=32), quiet)
+    again = done[len(first) :]
+    assert not set(first) & set(again) and len(again) >= 5
+
+
+def test_a_worker_that_dies_is_done_without(several, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("data_pipeline.preparation.sys.executable", "/bin/false")
+    folder = prepare(dataclasses.replace(several, workers=3), said.append)
+    monkeypatch.undo()
+    one = dataclasses.replace(several, data=str(tmp_path / "one"), workers=1)
+    assert contents(folder) == contents(prepare(one, quiet))
+
+
+def test_text_is_split_alike_by_size_and_by_line(several, tmp_path):
+    """Large files, compressed or not, are cut into pieces; every line is in one of them."""
+    from data_pipeline.documents import ReadCounts
+    from data_pipeline.input_files import find_inputs
+    from data_pipeline.plan import Plan, split_input
+    from data_pipeline.reading import Piece, PieceReader
+    from data_pipeline.work import WorkFolder
+
+    inputs = find_inputs(several.source)
+    plan = Plan({}, dataclasses.replace(several, chunk_bytes=700), inputs)
+    items = plan.large_inputs()
+    assert len(items) == 4
+    work_folder = WorkFolder(tmp_path)
+    for item, number in items.items():
+        pieces = [Piece(**p) for p in split_input(plan, item, tmp_path, work_folder)["pieces"]]
+        assert len(pieces) > 2
+        whole = [d.text for d in PieceReader(inputs[number], Piece(number), ReadCounts())]
+        first, found = 1, []
+        for piece in pieces:
+            assert piece.first_record == first
+            counts = ReadCounts()
+            reader = PieceReader(inputs[number], piece, counts, str(tmp_path))
+            found += [d.text for d in reader]
+            first += counts.documents
+        assert found == whole
 
 
 def test_a_complete_folder_is_reused_and_another_is_refused(prepare_config, corpus):
@@ -144,7 +239,7 @@ def test_a_complete_folder_is_reused_and_another_is_refused(prepare_config, corp
     assert said == [f"{folder} is already prepared"] and contents(folder) == before
     other = dataclasses.replace(prepare_config, seed=7, sequence_length=32)
     with pytest.raises(
-        UserError, match="sequence_length is 16 there and 32 here; seed is 0"
+        UserError, match="seed is 0 there and 7 here; sequence_length is 16"
     ) as error:
         prepare(other, quiet)
     assert "\n" not in str(error.value) and contents(folder) == before
@@ -183,10 +278,20 @@ def test_only_what_is_ours_is_removed_from_a_half_made_folder(prepare_config, tm
     TokenData.open(folder)
 
 
-def test_two_processes_do_not_prepare_one_folder(prepare_config, tmp_path):
-    with building(tmp_path / "data"):
+def test_processes_with_other_options_do_not_meet(prepare_config, tmp_path):
+    with building(tmp_path / "data", b"another plan"):
         result = work(0, prepare_config)
-    assert "another process is preparing" in result.stderr
+    assert "with other options: wait for it" in result.stderr
+
+
+def test_two_processes_prepare_one_folder_together(several, tmp_path):
+    command = [sys.executable, "-c", WORKER, "0", repr(dataclasses.replace(several, workers=1))]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(2)]
+    for process in processes:
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+    one = dataclasses.replace(several, data=str(tmp_path / "one"), workers=1)
+    assert contents(tmp_path / "data") == contents(prepare(one, quiet))
 
 
 def test_a_tokenizer_of_the_users_is_kept_as_it_is(prepare_config, data_folder, tmp_path):
@@ -210,12 +315,17 @@ def test_the_manifest_says_what_went_in(data_folder, corpus):
     assert sum(counts["documents"] for split in of_splits for counts in split) == 90
     assert found["mixture"] == [{"first_sample": 0, "weights": {"Github": 1.0, "Pile-CC": 1.0}}]
     assert str(data_folder) not in json.dumps(found)
-    assert sorted(p.name.split(".")[0] for p in (data_folder / "tokens").glob("*.idx")) == [
-        "train",
-        "train",
-        "validation",
-        "validation",
+    (store,) = found["stores"]
+    assert [(part["split"], part["source"]) for part in store["parts"]] == [
+        ("train", "Github"),
+        ("train", "Pile-CC"),
+        ("validation", "Github"),
+        ("validation", "Pile-CC"),
     ]
+    statistics = [entry for of_split in found["statistics"].values() for entry in of_split.values()]
+    texts = [text.encode() for text, _ in corpus_documents()]
+    assert sum(entry["bytes"] for entry in statistics) == sum(map(len, texts))
+    assert sum(sum(entry["lengths"].values()) for entry in statistics) == 90
 
 
 @pytest.mark.parametrize(
@@ -236,13 +346,21 @@ def test_the_manifest_says_what_went_in(data_folder, corpus):
             r"the train split has \d+ tokens in \d+ documents: no row",
         ),
         ({"validation_fraction": 1e-9}, "the validation split has 0 tokens in 0 documents"),
+        ({"data": "gs://bucket/data"}, "written to file systems only"),
+        ({"max_bad_fraction": 2}, "must lie between 0 and 1"),
+        ({"workers": -1}, "must not be negative"),
+        ({"chunk_bytes": 0}, "must be at least 1"),
+        ({"prompt_field": "a"}, "go together"),
+        ({"source": "doma:x"}, "no preset 'doma'"),
     ],
 )
 def test_a_bad_option_is_one_line_and_leaves_nothing(prepare_config, tmp_path, changes, problem):
     with pytest.raises(UserError, match=problem) as caught:
         prepare(dataclasses.replace(prepare_config, **changes), quiet)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "data").exists()
+    left = tmp_path / "data"
+    assert not left.exists() or MARKER in os.listdir(left)  # what is complete is kept
+    assert not is_prepared(left)
 
 
 def test_damage_in_the_input_stops_it(prepare_config, tmp_path):
@@ -251,6 +369,53 @@ def test_damage_in_the_input_stops_it(prepare_config, tmp_path):
     with pytest.raises(UserError, match="cut short"):
         prepare(dataclasses.replace(prepare_config, source=str(source)), quiet)
     assert not (tmp_path / "data").exists()
+
+
+def test_bad_records_that_are_borne_are_listed(prepare_config, tmp_path):
+    source = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": text}) for text, _ in corpus_documents()]
+    lines[7], lines[50] = '{"text": 5}', "no json"
+    lines[20] = '{"text": "a lone \\ud800 surrogate"}'
+    lines[30] = '{"text": ""}'
+    source.write_text("\n".join(lines))
+    config = dataclasses.replace(prepare_config, source=str(source), max_bad_fraction=0.05)
+    said = []
+    found = json.loads((prepare(config, said.append) / "manifest.json").read_text())
+    (entry,) = found["inputs"]
+    assert entry["documents"] == 87 and sum(entry["bad"].values()) == 2
+    assert entry["skipped"] == {"empty text": 1} and sum(entry["changed"].values()) == 1
+    listed = [
+        json.loads(line) for line in (tmp_path / "data/bad_records.jsonl").read_text().splitlines()
+    ]
+    assert [(record["file"], record["place"]) for record in listed] == [
+        (str(source), "line 8"),
+        (str(source), "line 51"),
+    ]
+    assert any("left out: 1 documents: is not valid JSON" in text for text in said)
+    assert any("changed: 1 documents: lone surrogate" in text for text in said)
+    strict = dataclasses.replace(config, max_bad_fraction=0.01, data=str(tmp_path / "strict"))
+    with pytest.raises(UserError, match=r"2 of 89 records are unfit .* the first is .* line 8"):
+        prepare(strict, quiet)
+
+
+def test_copies_of_files_and_wrong_checksums_are_refused(prepare_config, corpus, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.jsonl.zst", "b.jsonl.zst"):
+        (folder / name).write_bytes(corpus.read_bytes())
+    config = dataclasses.replace(prepare_config, source=str(folder))
+    with pytest.raises(UserError, match=r"b\.jsonl\.zst is a copy of .*a\.jsonl\.zst"):
+        prepare(config, quiet)
+    once = dataclasses.replace(config, remove_duplicates=True, data=str(tmp_path / "once"))
+    found = json.loads((prepare(once, quiet) / "manifest.json").read_text())
+    assert found["duplicates"] == {"equal": 90, "near": 0, "documents": 180}
+    digest = found["inputs"][0]["sha256"]
+    (folder / "b.jsonl.zst").unlink()
+    (folder / "SHA256SUMS.txt").write_text(f"{digest}  a.jsonl.zst\n")
+    prepare(dataclasses.replace(config, data=str(tmp_path / "right")), quiet)
+    (folder / "SHA256SUMS.txt").write_text(f"{'0' * 64}  a.jsonl.zst\n")
+    with pytest.raises(UserError, match=r"is not the file that .* names"):
+        prepare(dataclasses.replace(config, data=str(tmp_path / "wrong")), quiet)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(prepare_config, monkeypatch):

@@ -48,36 +48,6 @@ def test_any_text_comes_back(tokenizer, text):
     assert (ids < tokenizer.vocab_size).all() and ids.dtype == tokenizer.dtype
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=4))
-@settings(deadline=None)
-def test_a_batch_is_encoded_like_its_texts(tokenizer, texts):
-    assert tokenizer._fast_encoder is not None
-    texts = [*texts, "a  b\n\n   c's 42 " + END_OF_TEXT]
-    for text, ids in zip(texts, tokenizer.encode_batch(texts, num_threads=2), strict=True):
-        assert ids.dtype == tokenizer.dtype and np.array_equal(ids, tokenizer.encode(text))
-
-
-def test_a_batch_without_the_fast_encoder_is_the_same(trained, tokenizer):
-    # An added token that is not special is matched in texts: tiktoken's core can't do that.
-    description = json.loads(trained)
-    extra = dict(description["added_tokens"][0], id=300, content="self.", special=False)
-    plain = Tokenizer(changed(trained, added_tokens=[*description["added_tokens"], extra]))
-    assert plain._fast_encoder is None
-    assert 300 in plain.encode_batch(TEXTS)[0]
-    for text, ids in zip(TEXTS, plain.encode_batch(TEXTS), strict=True):
-        assert np.array_equal(ids, plain.encode(text)) and plain.decode(ids) == text
-    assert plain.num_bytes(np.array([300, 0])) == 5
-
-
-def test_the_fast_encoder_is_dropped_aloud_when_it_differs(trained):
-    fine = Tokenizer(trained)
-    assert fine.check_fast_encoder(TEXTS) == "" and fine._fast_encoder is not None
-    other = Tokenizer(trained)
-    other.__dict__["_fast_encoder"] = Tokenizer(train_tokenizer(["zzzz" * 99], 300))._fast_encoder
-    assert "differ" in other.check_fast_encoder(TEXTS)
-    assert np.array_equal(other.encode_batch(TEXTS)[0], fine.encode(TEXTS[0]))
-
-
 def test_a_special_tokens_name_in_a_text_is_text(tokenizer):
     ids = tokenizer.encode(f"a{END_OF_TEXT}b")
     assert tokenizer.end_of_text_id not in ids
@@ -96,6 +66,21 @@ def test_bytes_of_single_tokens_join_to_the_text(tokenizer):
 def test_the_alphabet_is_the_librarys():
     assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
     assert sorted(byte_alphabet().values()) == list(range(256))
+
+
+def test_a_vocabulary_and_its_merges_are_a_tokenizer(tmp_path, trained, tokenizer):
+    description = json.loads(trained)["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(description["vocab"]))
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in description["merges"]]
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    for path in (tmp_path, f"{tmp_path}/vocab.json,{tmp_path}/merges.txt"):
+        found = Tokenizer.load(path)
+        assert found.end_of_text_id == tokenizer.end_of_text_id
+        for text in [*TEXTS, END_OF_TEXT]:
+            assert np.array_equal(found.encode(text), tokenizer.encode(text))
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(UserError, match=r"cannot read tokenizer .*merges\.txt"):
+        Tokenizer.load(tmp_path)
 
 
 def test_a_file_that_is_no_byte_level_bpe_is_refused(tmp_path, trained):

@@ -1,0 +1,262 @@
+"""Bytes of input files: any path TensorFlow's gfile knows, any usual compression, damage found."""
+
+import bz2
+import contextlib
+import glob
+import lzma
+import os
+import zlib
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import IO, Any, NamedTuple, Protocol
+
+import zstandard
+
+from tfbig.errors import UserError
+
+CODECS = (".zst", ".gz", ".bz2", ".xz")
+_READ_BYTES = 1 << 18
+
+
+class _Decompressor(Protocol):
+    """What the decompressors of zstandard, zlib, bz2 and lzma have in common."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+class FileFacts(NamedTuple):
+    """What a directory says of a file."""
+
+    num_bytes: int
+    changed: int  # nanoseconds; 0 where the file system is not local
+
+
+class ByteReader:
+    """Hands out a file's bytes as they are stored, and remembers their hash.
+
+    Args:
+      path: a local path or a URL that tf.io.gfile opens.
+      start: first byte.
+      stop: byte after the last one; -1 means the file's end.
+
+    Attributes:
+      num_bytes: read so far.
+    """
+
+    def __init__(self, path: str, start: int = 0, stop: int = -1) -> None:
+        self._path, self._start, self._stop = path, start, stop
+        self._hash = sha256()
+        self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        with open_binary(self._path) as file:
+            if self._start:
+                file.seek(self._start)
+            remaining = self._stop - self._start
+            while self._stop < 0 or remaining > 0:
+                size = _READ_BYTES if self._stop < 0 else min(_READ_BYTES, remaining)
+                chunk = file.read(size)
+                if not chunk:
+                    return
+                remaining -= len(chunk)
+                self.num_bytes += len(chunk)
+                self._hash.update(chunk)
+                yield chunk
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the bytes read so far."""
+        return self._hash.hexdigest()
+
+
+def is_remote(path: str) -> bool:
+    """Returns whether a path is a URL, as gs://bucket/name is."""
+    return "://" in path
+
+
+def gfile() -> Any:
+    """Returns tf.io.gfile, which knows gs:// and whatever else TensorFlow was built with."""
+    import tensorflow as tf
+
+    return tf.io.gfile
+
+
+@contextlib.contextmanager
+def open_binary(path: str) -> Iterator[IO[bytes]]:
+    """Opens a file for reading.
+
+    Raises:
+      UserError: it cannot be opened or read.
+    """
+    try:
+        if is_remote(path):
+            with gfile().GFile(path, "rb") as file:
+                yield file
+        else:
+            with open(path, "rb") as file:
+                yield file
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}.") from None
+    except Exception as error:
+        if type(error).__module__.startswith("tensorflow"):
+            raise UserError(f"cannot read {path}: {_first_line(error)}") from None
+        raise
+
+
+def list_files(pattern: str, recursive: bool = True) -> list[str]:
+    """Returns the files that a path, a folder or a glob names, sorted.
+
+    Args:
+      pattern: local or remote; of a folder all files are taken, however deep.
+      recursive: whether `**` goes through folders.
+    """
+    if is_remote(pattern):
+        return _list_remote(pattern)
+    if os.path.isdir(pattern):
+        return sorted(
+            os.path.join(folder, name)
+            for folder, _, names in os.walk(pattern, followlinks=True)
+            for name in names
+        )
+    names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=recursive)
+    return sorted(name for name in names if os.path.isfile(name))
+
+
+def _list_remote(pattern: str) -> list[str]:
+    files = gfile()
+    try:
+        if files.isdir(pattern):
+            found = [
+                f"{folder.rstrip('/')}/{name}"
+                for folder, _, names in files.walk(pattern)
+                for name in names
+            ]
+        else:
+            found = [name for name in files.glob(pattern) if not files.isdir(name)]
+    except Exception as error:  # TensorFlow raises its own kinds
+        raise UserError(f"cannot list {pattern}: {_first_line(error)}") from None
+    return sorted(found)
+
+
+def file_facts(path: str) -> FileFacts:
+    """Returns a file's size and when it was changed."""
+    if is_remote(path):
+        return FileFacts(int(gfile().stat(path).length), 0)
+    found = os.stat(path)
+    return FileFacts(found.st_size, found.st_mtime_ns)
+
+
+def codec_of(name: str) -> str:
+    """Returns the suffix of a name's compression, "" for none.
+
+    >>> codec_of("train/00.jsonl.zst")
+    '.zst'
+    """
+    return next((codec for codec in CODECS if name.endswith(codec)), "")
+
+
+def decompress(chunks: Iterator[bytes], codec: str, name: str) -> Iterator[bytes]:
+    """Yields the contents of all frames (members, streams) of compressed data.
+
+    Stream readers of zstandard stop after the first frame, and hand out a cut file without a word:
+    here the end of each frame is asked for.
+
+    Args:
+      chunks: of the file.
+      codec: one of CODECS, or "" for bytes as they are.
+      name: of the file, for messages.
+
+    Raises:
+      UserError: the data is damaged or cut short.
+    """
+    if not codec:
+        yield from chunks
+        return
+    frame, inside, first = _decompressor(codec), False, True
+    for chunk in chunks:
+        if first and chunk.startswith(b"version https://git-lfs"):
+            raise _damaged(name, codec, "it is a Git LFS pointer, not the file: run `git lfs pull`")
+        first = False
+        while chunk:
+            if frame.eof:
+                if codec != ".zst" and not chunk.strip(b"\0"):
+                    break  # padding behind the last member, as gzip itself allows
+                frame = _decompressor(codec)
+            try:
+                data = frame.decompress(chunk)
+            except (zstandard.ZstdError, zlib.error, OSError, EOFError, lzma.LZMAError) as error:
+                raise _damaged(name, codec, str(error)) from None
+            chunk, inside = frame.unused_data, not frame.eof
+            if data:
+                yield data
+    if inside or first:
+        what = "it is empty" if first else f"its last {codec[1:]} frame has no end"
+        raise UserError(f"{name} is cut short: {what}. Get the file again.")
+
+
+def _decompressor(codec: str) -> _Decompressor:
+    if codec == ".zst":
+        # Frames of lm_dataformat and of `zstd --long` may need windows beyond the default 128 MiB.
+        return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+    if codec == ".gz":
+        return zlib.decompressobj(wbits=31)
+    return bz2.BZ2Decompressor() if codec == ".bz2" else lzma.LZMADecompressor()
+
+
+def _damaged(name: str, codec: str, why: str) -> UserError:
+    return UserError(
+        f"{name} is not intact {codec[1:]} data: {why}. Nothing behind the damage can be read: get "
+        "the file again."
+    )
+
+
+def split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yields lines, ended by newline alone: U+2028 and the like may stand inside a record."""
+    pieces: list[bytes] = []  # of a line that spans chunks; joined once, however long it is
+    for chunk in chunks:
+        first, *rest = chunk.split(b"\n")
+        pieces.append(first)
+        if rest:
+            yield b"".join(pieces)
+            yield from rest[:-1]
+            pieces = [rest[-1]]
+    last = b"".join(pieces)
+    if last:
+        yield last
+
+
+class ForwardFile:
+    """A file-like view of chunks, read forward: what tarfile's stream mode needs.
+
+    Attributes:
+      last: the last bytes that were handed out, up to 1024.
+    """
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest, self.last = chunks, b"", b""
+
+    def read(self, size: int = -1) -> bytes:
+        """Returns up to `size` bytes, fewer only at the end; all of them without a size."""
+        pieces, missing = [], size
+        while missing:
+            if not self._rest:
+                self._rest = next(self._chunks, b"")
+                if not self._rest:
+                    break
+            taken = self._rest if size < 0 else self._rest[:missing]
+            self._rest = self._rest[len(taken) :]
+            missing -= len(taken)
+            pieces.append(taken)
+        data = b"".join(pieces)
+        self.last = (self.last + data[-1024:])[-1024:]
+        return data
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

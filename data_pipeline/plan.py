@@ -1,0 +1,230 @@
+"""The plan of a preparation: inputs, their large files split, and chunks of about equal size."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from data_pipeline.codecs import ByteReader, decompress, is_remote, split_lines
+from data_pipeline.input_files import InputFile
+from data_pipeline.reading import Piece
+from data_pipeline.work import FOLDER, Result, WorkFolder
+from tfbig.config import PrepareConfig
+
+PLAN = f"{FOLDER}/plan.json"
+# What the tokenizing of a chunk depends on besides its pieces and the tokenizer.
+_TEXT_OPTIONS = (
+    "seed validation_fraction test_fraction min_characters max_characters exclude_source"
+    " prompt_field completion_field max_bad_fraction"
+).split()
+_PART_BYTES = 1 << 23  # contents of one zstd frame of a recoded part
+# Text is about so many times its compressed size, for the planning of chunks only.
+_EXPANSION = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every worker on a data folder goes by.
+
+    Args:
+      settings: what the folder's bytes depend on besides the text.
+      config: the options.
+      inputs: all files.
+    """
+
+    settings: dict[str, Any]
+    config: PrepareConfig
+    inputs: list[InputFile]
+
+    def to_bytes(self) -> bytes:
+        """Returns the plan's file; equal plans give equal bytes."""
+        config = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
+        values = {
+            "settings": self.settings,
+            "config": config,
+            "inputs": [item.to_json() for item in self.inputs],
+        }
+        return json.dumps(values, ensure_ascii=False, sort_keys=True).encode()
+
+    @classmethod
+    def read(cls, folder: Path) -> "Plan":
+        """Returns the plan of a folder that is being prepared."""
+        values = json.loads((folder / PLAN).read_bytes())
+        options: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values["config"].items()
+        }
+        config = PrepareConfig(**options)
+        inputs = [InputFile.from_json(item) for item in values["inputs"]]
+        return cls(values["settings"], config, inputs)
+
+    @property
+    def sha256(self) -> str:
+        """Names the plan."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def num_tasks(self) -> int:
+        """Returns how many processes have something to do, about."""
+        num_bytes = sum(_text_bytes(item) for item in self.inputs)
+        return max(1, -(-num_bytes // self.config.chunk_bytes))
+
+    def large_inputs(self) -> dict[str, int]:
+        """Returns the splitting stage: {item: input} of files of lines that are much text."""
+        options = {"chunk_bytes": self.config.chunk_bytes}
+        return {
+            f"split-{self._name_of([Piece(number)], options)}": number
+            for number, item in enumerate(self.inputs)
+            if item.form == "lines" and _text_bytes(item) > 2 * self.config.chunk_bytes
+        }
+
+    def chunks(self, splits: Mapping[int, Result]) -> list[list[Piece]]:
+        """Returns the pieces of each chunk.
+
+        Args:
+          splits: results of the splitting stage, by input.
+        """
+        chunks: list[list[Piece]] = []
+        waiting: list[Piece] = []
+        size = 0
+        for number, item in enumerate(self.inputs):
+            if number in splits:
+                chunks += [[Piece(**piece)] for piece in splits[number]["pieces"]]
+                continue
+            ranges = _ranges(item, self.config.chunk_bytes)
+            if len(ranges) > 1:
+                chunks += [[Piece(number, start, stop)] for start, stop in ranges]
+                continue
+            waiting.append(Piece(number))
+            size += _text_bytes(item)
+            if size >= self.config.chunk_bytes:
+                chunks.append(waiting)
+                waiting, size = [], 0
+        return [*chunks, waiting] if waiting else chunks
+
+    def chunk_items(self, chunks: list[list[Piece]], tokenizer_sha256: str) -> list[str]:
+        """Returns the items of the tokenizing stage, named by all that their results depend on.
+
+        So a chunk stays done when another input, the sequence length or the packing changes.
+        """
+        values = {name: getattr(self.config, name) for name in _TEXT_OPTIONS}
+        values["tokenizer"] = tokenizer_sha256
+        if self.config.prompt_field or self.config.completion_field:
+            values["sequence_length"] = self.config.sequence_length
+        return [f"chunk-{self._name_of(pieces, values)}" for pieces in chunks]
+
+    def _name_of(self, pieces: list[Piece], values: dict[str, Any]) -> str:
+        described = [
+            [self.inputs[piece.number].to_json(), piece.start, piece.stop, piece.part, piece.number]
+            for piece in pieces
+        ]
+        data = json.dumps([described, values], sort_keys=True).encode()
+        return hashlib.sha256(data).hexdigest()[:20]
+
+
+def _text_bytes(item: InputFile) -> int:
+    return item.num_bytes * (_EXPANSION if item.codec or item.form in ("zip", "parquet") else 1)
+
+
+def _ranges(item: InputFile, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Returns ranges of a large input that is read at any place; one range for any other."""
+    if item.num_bytes <= chunk_bytes:
+        return [(0, -1)]
+    if item.form == "parquet":
+        from data_pipeline.parquet_source import row_group_ranges
+
+        return row_group_ranges(item, chunk_bytes)
+    if item.form == "tfds":
+        from data_pipeline.tfds_source import example_ranges
+
+        return example_ranges(item, chunk_bytes)
+    if item.form in ("megatron", "tokens", "nanogpt"):
+        from data_pipeline.token_sources import document_ranges
+
+        return document_ranges(item, chunk_bytes)
+    return [(0, -1)]
+
+
+def split_input(plan: Plan, item_name: str, folder: Path, work: WorkFolder) -> Result:
+    """Cuts a large file of lines into pieces that are read apart.
+
+    Plain files are only measured; compressed ones, which are read from their beginning alone, are
+    recoded in parts with checksums.
+
+    Returns:
+      {"pieces": ..., "sha256": of the file, "bytes": of the file}
+    """
+    number = plan.large_inputs()[item_name]
+    item = plan.inputs[number]
+    reader = ByteReader(item.path)
+    if item.codec or is_remote(item.path):
+        pieces = _recode(item, item_name, number, reader, folder, plan.config.chunk_bytes, work)
+    else:
+        pieces = _measure(number, reader, plan.config.chunk_bytes, work)
+    return {
+        "pieces": [piece.to_json() for piece in pieces],
+        "sha256": reader.sha256,
+        "bytes": reader.num_bytes,
+    }
+
+
+def _measure(number: int, reader: ByteReader, chunk_bytes: int, work: WorkFolder) -> list[Piece]:
+    """Returns ranges of bytes that begin and end with lines."""
+    pieces: list[Piece] = []
+    start = at = 0  # of the piece, of the chunk that was read
+    first = line = 1  # numbers of the piece's first line and of the next one
+    for chunk in reader:
+        counted, end = 0, 0
+        while end >= 0:
+            end = chunk.find(b"\n", max(0, start + chunk_bytes - 1 - at))
+            if end >= 0:
+                line += chunk.count(b"\n", counted, end + 1)
+                counted = end + 1
+                pieces.append(Piece(number, start, at + counted, first))
+                start, first = at + counted, line
+        line += chunk.count(b"\n", counted)
+        at += len(chunk)
+        work.progress = at
+    if at > start or not pieces:
+        pieces.append(Piece(number, start, at, first))
+    return pieces
+
+
+def _recode(
+    item: InputFile,
+    name: str,
+    number: int,
+    reader: ByteReader,
+    folder: Path,
+    chunk_bytes: int,
+    work: WorkFolder,
+) -> list[Piece]:
+    """Writes parts of about `chunk_bytes` of lines each, as zstd frames with checksums."""
+    pieces: list[Piece] = []
+    lines = split_lines(decompress(iter(reader), item.codec, item.name))
+    first, line = 1, next(lines, None)
+    while line is not None or not pieces:
+        part = f"{FOLDER}/{name}-{len(pieces):05d}.zst"
+        temporary = work.temporary(name)
+        compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
+        last, size = first, 0
+        with open(temporary, "wb") as file:
+            while line is not None and size < chunk_bytes:
+                waiting, room = [], 0
+                while line is not None and room < _PART_BYTES and size + room < chunk_bytes:
+                    waiting.append(line)
+                    room += len(line) + 1
+                    line = next(lines, None)
+                file.write(compressor.compress(b"\n".join([*waiting, b""])))
+                size, last = size + room, last + len(waiting)
+                work.progress = reader.num_bytes
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / part)
+        pieces.append(Piece(number, 0, -1, first, part))
+        first = last
+    return pieces

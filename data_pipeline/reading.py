@@ -1,0 +1,263 @@
+"""Input files to documents: one reader for every form that records come in."""
+
+import os
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+
+from data_pipeline.codecs import (
+    ByteReader,
+    ForwardFile,
+    codec_of,
+    decompress,
+    open_binary,
+    split_lines,
+)
+from data_pipeline.documents import (
+    BadRecord,
+    Document,
+    ReadCounts,
+    parse_json,
+    to_document,
+)
+from data_pipeline.input_files import InputFile, suffix_form
+from tfbig.durable_file import digest_file
+from tfbig.errors import UserError
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_DAT_LENGTH_DIGITS = 16  # lm_dataformat's DAT archives: a decimal length, then so many bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an input that one worker reads.
+
+    Args:
+      number: of the input file.
+      start: first byte, row group, example or document.
+      stop: what comes after the last one; -1 means the end.
+      first_record: number of its first line, for messages.
+      part: file that holds it recoded, relative to the data folder; "" means the input itself.
+    """
+
+    number: int
+    start: int = 0
+    stop: int = -1
+    first_record: int = 1
+    part: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what Piece(**values) takes."""
+        return asdict(self)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of a file."""
+        return self.start == 0 and self.stop < 0 and not self.part
+
+
+class PieceReader:
+    """Iterates over the documents of one piece.
+
+    Args:
+      item: the input file.
+      piece: of it.
+      counts: is added to.
+      folder: of the data, which recoded parts lie in.
+
+    Attributes:
+      num_bytes: stored bytes read so far.
+      sha256: of the whole file, once a whole piece has been read; else "".
+    """
+
+    def __init__(self, item: InputFile, piece: Piece, counts: ReadCounts, folder: str = "") -> None:
+        self._item, self._piece, self._counts = item, piece, counts
+        path = os.path.join(folder, piece.part) if piece.part else item.path
+        start, stop = (0, -1) if piece.part else (piece.start, piece.stop)
+        self._path, self._codec = path, ".zst" if piece.part else item.codec
+        self._bytes = ByteReader(path, start, stop)
+        self.sha256 = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes.num_bytes
+
+    def __iter__(self) -> Iterator[Document]:
+        counts, item = self._counts, self._item
+        for place, value in self._records():
+            try:
+                if isinstance(value, BadRecord):
+                    raise value
+                document = to_document(value, item.format, counts)
+            except BadRecord as problem:
+                counts.reject(item.name, place, problem)
+                continue
+            if document is not None:
+                counts.documents += 1
+                yield document
+        if self._piece.is_whole:
+            if self._bytes.num_bytes:
+                self.sha256 = self._bytes.sha256
+            elif item.form not in ("tfds",):
+                self.sha256 = digest_file(self._path).sha256
+
+    def _records(self) -> Iterator[tuple[str, Any]]:
+        """Yields (place, parsed record or what is wrong with it)."""
+        item, piece = self._item, self._piece
+        if item.form == "parquet":
+            from data_pipeline.parquet_source import parquet_records
+
+            yield from parquet_records(item, piece.start, piece.stop)
+        elif item.form == "tfds":
+            from data_pipeline.tfds_source import tfds_records
+
+            yield from tfds_records(item, piece.start, piece.stop)
+        elif item.form == "zip":
+            yield from _zip_records(self._path, item.name)
+        else:
+            chunks = decompress(iter(self._bytes), self._codec, item.name)
+            form = "lines" if piece.part else item.form
+            yield from _stream_records(form, chunks, item, piece.first_record)
+
+
+def _stream_records(
+    form: str, chunks: Iterator[bytes], item: InputFile, first_record: int = 1
+) -> Iterator[tuple[str, Any]]:
+    if form == "lines":
+        yield from _line_records(chunks, first_record)
+    elif form == "json":
+        yield from _json_records(chunks, item.name)
+    elif form == "text":
+        yield "", _decoded(b"".join(chunks))
+    elif form == "lengths":
+        yield from _length_prefixed_records(chunks, item.name)
+    elif form == "tar":
+        yield from _tar_records(chunks, item)
+    else:
+        raise AssertionError(form)
+
+
+def _line_records(chunks: Iterator[bytes], first_record: int) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(split_lines(chunks), first_record):
+        if number == 1 and line.startswith(_BYTE_ORDER_MARK):
+            line = line[len(_BYTE_ORDER_MARK) :]
+        try:
+            yield f"line {number}", orjson.loads(line)
+        except orjson.JSONDecodeError:
+            if line.strip():
+                yield f"line {number}", _parsed(line)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return parse_json(line)
+    except BadRecord as problem:
+        return problem
+
+
+def _json_records(chunks: Iterator[bytes], name: str) -> Iterator[tuple[str, Any]]:
+    """Yields the records of a .json file, which may be one array, or hold a record a line."""
+    start = b""
+    for chunk in chunks:
+        start += chunk
+        if start.removeprefix(_BYTE_ORDER_MARK).strip():
+            break
+    everything = _chained(start, chunks)
+    if start.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] != b"[":
+        yield from _line_records(everything, 1)
+        return
+    try:
+        found = parse_json(b"".join(everything).removeprefix(_BYTE_ORDER_MARK))
+    except BadRecord as problem:
+        raise UserError(f"{name} {problem}") from None
+    if not isinstance(found, list):
+        found = [found]
+    for number, value in enumerate(found, 1):
+        yield f"record {number}", value
+
+
+def _chained(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest
+
+
+def _length_prefixed_records(chunks: Iterator[bytes], name: str) -> Iterator[tuple[str, Any]]:
+    file, number = ForwardFile(chunks), 0
+    while header := file.read(_DAT_LENGTH_DIGITS):
+        number += 1
+        if len(header) < _DAT_LENGTH_DIGITS or not header.isdigit():
+            raise UserError(f"{name} record {number} does not begin with a length of 16 digits.")
+        data = file.read(int(header))
+        if len(data) < int(header):
+            raise UserError(f"{name} is cut short within record {number}.")
+        yield f"record {number}", _decoded(data)
+
+
+def _decoded(data: bytes) -> str | BadRecord:
+    """Returns a text file's contents, or what is wrong with them."""
+    if b"\0" in data[:8192]:
+        return BadRecord("holds NUL bytes: it is no text file")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return BadRecord("is not UTF-8", f" at byte {error.start}")
+
+
+def _tar_records(chunks: Iterator[bytes], item: InputFile) -> Iterator[tuple[str, Any]]:
+    """Yields what the members of an archive hold; a member of no known kind is one text."""
+    stream = ForwardFile(chunks)
+    try:
+        with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
+            for member in archive:
+                file = archive.extractfile(member) if member.isfile() else None
+                if file is not None:
+                    yield from _member_records(member.name, file, item)
+    except tarfile.TarError as error:
+        raise UserError(f"{item.name} is no intact tar archive: {error}") from None
+    while stream.read(1 << 18):
+        pass
+    if stream.last.strip(b"\0") or len(stream.last) < 1024:  # two empty blocks end an archive
+        raise UserError(f"{item.name} is cut short: it has no end-of-archive mark.")
+
+
+def _zip_records(path: str, name: str) -> Iterator[tuple[str, Any]]:
+    try:
+        with open_binary(path) as opened, zipfile.ZipFile(opened) as archive:
+            for member in archive.infolist():
+                if not member.is_dir():
+                    with archive.open(member) as file:
+                        yield from _member_records(member.filename, file, InputFile(path, name))
+    except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+        raise UserError(f"{name} is no intact zip archive: {error}") from None
+
+
+def _member_records(member: str, file: Any, item: InputFile) -> Iterator[tuple[str, Any]]:
+    form = suffix_form(member) or "text"
+    if form in ("tar", "zip", "parquet"):
+        raise UserError(f"{item.name} holds {member}, an archive in an archive: unpack it.")
+    chunks = iter(lambda: file.read(1 << 18), b"")
+    inside = decompress(chunks, codec_of(member), f"{item.name} member {member}")
+    for place, value in _stream_records(form, inside, item):
+        yield f"member {member} {place}".rstrip(), value
+
+
+def read_documents(
+    item: InputFile | str | os.PathLike[str], counts: ReadCounts
+) -> Iterator[Document]:
+    """Yields the documents of one whole file.
+
+    Args:
+      item: a file; of a bare path the form is told from its name.
+      counts: is added to.
+
+    Raises:
+      UserError: the file is damaged or cut short, or holds more unfit records than are borne.
+    """
+    if not isinstance(item, InputFile):
+        name = os.fspath(item)
+        item = InputFile(name, name, suffix_form(name))
+    return iter(PieceReader(item, Piece(0), counts))

@@ -1,0 +1,166 @@
+"""Work shared by processes that never talk: items, claims, and results committed by rename.
+
+Every process that works on a data folder goes through the same items in its own order. An item is
+done when its result file exists; results are a function of the plan alone, so an item done twice,
+by a process that was thought dead and wasn't, is done alike. A claim only saves double work.
+"""
+
+import contextlib
+import json
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tfbig.durable_file import unlink_quietly, write_atomic
+
+FOLDER = "work"  # of the data folder; removed at the end
+_HEARTBEAT = 2.0  # seconds between signs of life
+_DEAD_AFTER = 120.0  # seconds without one after which another process may take an item over
+_POLL = 0.05, 2.0  # seconds between looks at what others do, at first and at most
+
+Result = dict[str, Any]
+Item = TypeVar("Item", bound=str)
+
+
+class WorkFolder:
+    """Claims and results of one data folder.
+
+    Args:
+      folder: of the data; exists.
+
+    Attributes:
+      progress: units of the item at hand that are done; whoever works on it sets it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / FOLDER
+        self._results, self._claims = self.root / "results", self.root / "claims"
+        for path in (self._results, self._claims):
+            path.mkdir(parents=True, exist_ok=True)
+        self._owner = f"{socket.gethostname()} {os.getpid()}"
+        self._claimed: Path | None = None
+        self.progress = 0
+
+    def temporary(self, name: str) -> Path:
+        """Returns a path in the work folder that no other process uses."""
+        host = socket.gethostname().replace("/", "_")
+        return self.root / f"{name}.tmp-{host}-{os.getpid()}"
+
+    def is_done(self, item: str) -> bool:
+        """Returns whether an item's result is there."""
+        return (self._results / f"{item}.json").exists()
+
+    def result(self, item: str) -> Result:
+        """Returns the result of an item that is done."""
+        return json.loads((self._results / f"{item}.json").read_bytes())
+
+    def results(self, items: Sequence[str]) -> list[Result]:
+        """Returns the results of items that are done, in their order."""
+        return [self.result(item) for item in items]
+
+    def done_items(self) -> set[str]:
+        """Returns the names of all items that are done."""
+        return {path.stem for path in self._results.glob("*.json")}
+
+    def in_flight(self) -> dict[str, int]:
+        """Returns {item: units done} of what processes that are alive have claimed."""
+        found = {}
+        for path in self._claims.iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                if self._is_alive(path):
+                    found[path.name] = int(path.read_text().split()[2])
+        return found
+
+    def run(self, items: Sequence[str], perform: Callable[[str], Result]) -> list[Result]:
+        """Returns the results of all items, doing those that no other process does.
+
+        Args:
+          items: names; any process may ask for the same.
+          perform: does one: its files are under their final names when it returns.
+        """
+        order = list(items)
+        random.Random(f"{self._owner} {order[:1]}").shuffle(order)  # processes meet less often
+        waited = _POLL[0]
+        while True:
+            done = self.done_items()
+            order = [item for item in order if item not in done]
+            if not order:
+                return self.results(items)
+            worked = False
+            for item in order:
+                if not self.is_done(item) and self._claim(item):
+                    with self._alive(item):
+                        write_atomic(
+                            self._results / f"{item}.json",
+                            json.dumps(perform(item), ensure_ascii=False).encode(),
+                        )
+                    worked = True
+            waited = _POLL[0] if worked else min(2 * waited, _POLL[1])
+            if not worked:
+                time.sleep(waited)
+
+    def _claim(self, item: str) -> bool:
+        path = self._claims / item
+        if path.exists() and not self._is_alive(path):
+            unlink_quietly(path)
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return False
+        os.write(descriptor, f"{self._owner} 0".encode())
+        os.close(descriptor)
+        return True
+
+    def _is_alive(self, claim: Path) -> bool:
+        """Returns whether the process that holds a claim seems to live."""
+        try:
+            age = time.time() - claim.stat().st_mtime
+            host, process, *_ = claim.read_text().split()
+        except (OSError, ValueError):  # gone, or being written
+            return claim.exists() and time.time() - claim.stat().st_mtime < _DEAD_AFTER
+        if host == socket.gethostname():
+            try:
+                os.kill(int(process), 0)
+            except ProcessLookupError:
+                return False
+            except PermissionError:
+                pass
+            return True
+        return age < _DEAD_AFTER
+
+    @contextlib.contextmanager
+    def _alive(self, item: str) -> Any:
+        """Holds a claim: shows signs of life in the background, and gives it back."""
+        path, ended = self._claims / item, threading.Event()
+        self.progress = 0
+
+        def show() -> None:
+            while not ended.wait(_HEARTBEAT):
+                with contextlib.suppress(OSError):
+                    path.write_text(f"{self._owner} {int(self.progress)}")
+
+        thread = threading.Thread(target=show, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            unlink_quietly(path)
+
+
+def commit_folder(temporary: Path, final: Path) -> None:
+    """Renames a finished folder into place; one that another process put there stays."""
+    import shutil
+
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        shutil.rmtree(temporary)
