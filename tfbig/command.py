@@ -12,6 +12,8 @@ EXIT_FAULT = 1  # ours or the machine's, with a traceback
 EXIT_USER_ERROR = 2  # a user's mistake, one line
 EXIT_SIGNAL = 143  # stopped by a signal after saving
 _OTHER_RANK_PATIENCE = 2.0  # seconds in which the launcher ends this rank for rank 0's error
+_OTHER_RANKS_NOTICE = 1.0  # seconds in which the others notice that this rank has failed
+_FAILED_RANK_PATIENCE = 15.0  # seconds in which the failed rank prints its error and ends
 
 
 def launched_rank() -> int:
@@ -54,16 +56,26 @@ def run_command(
         code = 130
     except Exception as error:
         code = EXIT_FAULT
-        if "Horovod has been shut down" in str(error):
-            print(
-                f"tfbig {name}: rank {launched_rank()} ends because another rank did.",
-                file=sys.stderr,
-            )
-        else:
-            traceback.print_exc()
+        _report(name, error)
     sys.stdout.flush()
     sys.stderr.flush()
     raise SystemExit(code)
+
+
+def _report(name: str, error: Exception) -> None:
+    """Prints a fault so that the rank whose fault it is speaks last and ends first.
+
+    What ends first has the launcher end the others.
+    """
+    if "Horovod has been shut down" in str(error):
+        rank = launched_rank()
+        print(f"tfbig {name}: rank {rank} ends because another rank did.", file=sys.stderr)
+        sys.stderr.flush()
+        time.sleep(_FAILED_RANK_PATIENCE)
+        return
+    if int(os.environ.get("HOROVOD_SIZE", "1")) > 1:
+        time.sleep(_OTHER_RANKS_NOTICE)
+    traceback.print_exception(error)
 
 
 def _say(name: str, text: str) -> None:

@@ -12,7 +12,7 @@ from trainers.pipeline_schedule import compute_order, microbatches_in_flight
 from trainers.tensor_table import stage_paths
 from trainers.validate import num_chunks
 
-COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
+COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class CostModel:
         outside = 4.0 * model.embed_dim * 4
         if self._parallel.sequence_parallel:
             outside /= self._tensor
-        steps = 6 if model.activation == "gelu_tanh" else 1
+        steps = {"gelu_tanh": 6, "gelu": 4, "relu": 1}[model.activation]
         inside = 2 * model.embed_dim + (5 * attention + steps * model.hidden_dim) / self._tensor
         weights = model.num_heads * length * (4 + (element if element < 4 else 0)) / self._tensor
         return self._tokens() * (outside + inside * element + weights)
@@ -161,11 +161,12 @@ class CostModel:
 def state_bytes_per_parameter(config: Config) -> float:
     """Returns the bytes a trained parameter takes on its rank.
 
-    float32 weight and summed gradient, AdamW's two slots, and in the compute dtype the gradient of
-    one microbatch and, where that isn't float32, the weight.
+    float32 weight and summed gradient, AdamW's two slots and a moving average, and in the compute
+    dtype the gradient of one microbatch and, where that isn't float32, the weight.
     """
     element = COMPUTE_BYTES[config.parallel.precision]
     slots = 8 if config.optimizer.optimizer == "adamw" else 0
+    slots += 4 if config.optimizer.ema_decay > 0 else 0
     return 8 + slots + element + (element if element < 4 else 0)
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfbig.checkpoint_format import Slice
 from tfbig.config import Config
+from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
 from tfbig.optimizer import Optimizer
 from tfbig.variables import variable_rule
@@ -132,7 +133,8 @@ class PipelineTrainer(Trainer):
                     seed=config.run.seed,
                     precision=config.parallel.precision,
                     split=split,
-                )
+                ),
+                jit_compile=config.parallel.jit_compile,
             )
             for chunk in range(self._num_chunks)
         ]
@@ -142,13 +144,16 @@ class PipelineTrainer(Trainer):
             assert tuple(variables[path].shape) == shard.local_shape, path
         decayed = {path: variable_rule(path).decayed for path in variables}
         self._optimizer = Optimizer(config.optimizer, variables, decayed, training)
-        self._state = TensorState(self._shards, variables, self._optimizer.state(), self.rank == 0)
+        self._loss_scale = LossScale(config)
+        state = self._optimizer.state() | self._loss_scale.state()
+        self._state = TensorState(self._shards, variables, state, self.rank == 0)
         has_head = self._place == self._degree - 1
         self._update = Update(
             config,
             self._shards,
             self._groups,
             self._optimizer,
+            self._loss_scale,
             num_sources,
             sums_here=has_head and self.places["tensor"] == 0,
         )
@@ -212,7 +217,14 @@ class PipelineTrainer(Trainer):
         rows, length = batch["tokens"].shape
         shape = self._message_shape(rows // self.config.parallel.microbatches, length - 1)
         step_tensor = tf.constant(step, tf.int64)
-        return self._stepper.run(self._program, batch, step_tensor, shape, training=True)
+        return self._stepper.run(
+            self._program,
+            batch,
+            step_tensor,
+            shape,
+            training=True,
+            loss_scale=self._loss_scale.of_the_sum(),
+        )
 
     def _take_totals(self) -> dict[str, tf.Tensor]:
         return {path: x for chunk in self._chunks for path, x in chunk.take_totals().items()}
@@ -220,7 +232,8 @@ class PipelineTrainer(Trainer):
     def evaluate_step(
         self, batch: Batch, weights: str = "model"
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        assert weights == "model", weights
+        averages = self._optimizer.averages() if weights == "ema" else None
+        assert weights == "model" or averages, "this run keeps no moving average"
         rows, length = batch["tokens"].shape
         pieces = max(n for n in range(1, self._degree + 1) if rows % n == 0)
         sums = self._stepper.run(
@@ -229,6 +242,7 @@ class PipelineTrainer(Trainer):
             tf.constant(0, tf.int64),
             self._message_shape(rows // pieces, length - 1),
             training=False,
+            weights=averages,
         )
         own = np.zeros([self.data_size, rows, 3], np.float32)
         if sums and self.places["tensor"] == 0:
@@ -246,7 +260,10 @@ class PipelineTrainer(Trainer):
         return self._state.slices()
 
     def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:
-        return self._state.load(reader, weights_only)
+        missing = self._state.load(reader, weights_only)
+        if weights_only:
+            self._optimizer.restart_averages()
+        return missing
 
     def new_cache(self, num_rows: int, max_length: int) -> TokenHistory:
         return empty_history(num_rows, max_length)
@@ -277,6 +294,10 @@ class PipelineTrainer(Trainer):
         logits = self._share(tf.constant(everyone)).numpy()[:, : self.config.model.vocab_size]
         logits[:, self._vocab_size :] = -np.inf
         return logits, cache
+
+    def pass_seconds(self) -> dict[str, float]:
+        """Returns the seconds of the last step's "forward" and "backward" passes on this rank."""
+        return dict(self._stepper.seconds)
 
     def timings(self) -> Callable[[], dict[str, float]]:
         recorded, tensor_seconds = self._intervals, self._stopwatch.take()

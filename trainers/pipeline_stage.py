@@ -1,6 +1,6 @@
 """The parts of the model that one pipeline rank holds, and their passes over one microbatch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import keras
@@ -29,9 +29,10 @@ class Chunk:
 
     Args:
       model: a GPT with a block range.
+      jit_compile: whether XLA compiles the passes; never where they hold collectives.
     """
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: GPT, jit_compile: bool = False) -> None:
         self.model = model
         self._keras_variables: list[keras.Variable] = list(model.canonical_variables().values())
         self.variables: dict[str, tf.Variable] = {
@@ -41,15 +42,19 @@ class Chunk:
         self._totals: list[tf.Variable] = []
         self._pending: dict[int, Pending] = {}
         self._num_added = 0
-        self._run = tf.function(self._graph, autograph=False)
+        self._run = tf.function(self._graph, autograph=False, jit_compile=jit_compile or None)
         self._run_decode = tf.function(self._decode_graph, autograph=False)
         self._read = tf.function(self._read_weights, autograph=False)
         self._set = tf.function(self._set_totals, autograph=False)
         self._add = tf.function(self._add_to_totals, autograph=False)
 
-    def begin(self) -> None:
-        """Reads the weights; before the first pass of a step or an evaluation."""
-        self._weights = self._read()
+    def begin(self, values: Mapping[str, tf.Variable] | None = None) -> None:
+        """Reads the weights; before the first pass of a step or an evaluation.
+
+        Args:
+          values: stand in for the model's variables, by path.
+        """
+        self._weights = self._read(values)
 
     def end(self) -> None:
         """Lets go of the weights, so that the optimizer can change them in place."""
@@ -92,7 +97,7 @@ class Chunk:
 
         Args:
           index: of the microbatch.
-          upstream: gradient of the chunk's output, None for the last chunk.
+          upstream: gradient of the chunk's output; of the last chunk's loss sum, None means 1.
         """
         tape, hidden, output = self._pending.pop(index)
         inputs = [] if hidden is None else [hidden]
@@ -121,8 +126,9 @@ class Chunk:
             scope.add_update((variable, value))  # the constructor's mapping would cast to float32
         return scope
 
-    def _read_weights(self) -> list[tf.Tensor]:
-        return [tf.identity(value) for value in self.model.compute_weights().values()]
+    def _read_weights(self, values: Mapping[str, tf.Variable] | None) -> list[tf.Tensor]:
+        weights = self.model.compute_weights(values or self.variables)
+        return [tf.identity(value) for value in weights.values()]
 
     def _graph(
         self,

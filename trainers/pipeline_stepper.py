@@ -28,7 +28,14 @@ class Stepper:
         self.seconds = {"forward": 0.0, "backward": 0.0}
 
     def run(
-        self, program: Program, batch: Batch, step: tf.Tensor, shape: Sequence[int], training: bool
+        self,
+        program: Program,
+        batch: Batch,
+        step: tf.Tensor,
+        shape: Sequence[int],
+        training: bool,
+        loss_scale: tf.Tensor | None = None,
+        weights: Mapping[str, tf.Variable] | None = None,
     ) -> list[BatchSums]:
         """Returns the loss sums by microbatch on the last stage, nothing on the others.
 
@@ -38,6 +45,8 @@ class Stepper:
           step: scalar int64.
           shape: (b, T, D) of a hidden state between stages.
           training: whether the program has backward passes.
+          loss_scale: what the gradients are multiplied by; None means 1.
+          weights: stand in for the model's variables, by path.
         """
         num_microbatches = 1 + max(
             action.microbatch for action in program.actions if not isinstance(action, Exchange)
@@ -47,7 +56,8 @@ class Stepper:
         def work(action: Any, value: tf.Tensor | None) -> tf.Tensor | None:
             chunk = self._chunks[action.chunk]
             if action.kind == "backward":
-                return chunk.backward(action.microbatch, value)
+                upstream = loss_scale if value is None else value
+                return chunk.backward(action.microbatch, upstream)
             result = chunk.forward(
                 value, batch, action.microbatch, num_microbatches, step, training
             )
@@ -56,7 +66,7 @@ class Stepper:
                 return None
             return result
 
-        self._follow(program, shape, work)
+        self._follow(program, shape, work, weights)
         return sums
 
     def decode(
@@ -76,13 +86,19 @@ class Stepper:
         self._follow(program, shape, work)
         return logits[0] if logits else None
 
-    def _follow(self, program: Program, shape: Sequence[int], work: Any) -> None:
+    def _follow(
+        self,
+        program: Program,
+        shape: Sequence[int],
+        work: Any,
+        weights: Mapping[str, tf.Variable] | None = None,
+    ) -> None:
         received: dict[Message, tf.Tensor] = {}
         made: dict[Message, tf.Tensor] = {}
         self.intervals = []
         self.seconds = {"forward": 0.0, "backward": 0.0}
         for chunk in self._chunks:
-            chunk.begin()
+            chunk.begin(weights and {path: weights[path] for path in chunk.variables})
         for action in program.actions:
             if isinstance(action, Exchange):
                 send = made.pop(action.send) if action.send else None

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfbig.config import Config
-from tfbig.optimizer import Optimizer, decide, squared_norm
+from tfbig.loss_scale import LossScale
+from tfbig.optimizer import Optimizer, decide, squared_norms_by_layer
 from trainers.base import Batch, StepResult
 from trainers.buckets import flatten, plan_buckets, unflatten
 from trainers.collectives import Clock, Group
@@ -35,6 +36,7 @@ class Update:
       shards: of this rank's variables, by path.
       groups: this rank's.
       optimizer: over this rank's variables.
+      loss_scale: of float16.
       num_sources: of the data.
       sums_here: whether this rank's loss sums count: one rank of the last stage a replica.
     """
@@ -45,11 +47,14 @@ class Update:
         shards: Mapping[str, Shard],
         groups: MeshGroups,
         optimizer: Optimizer,
+        loss_scale: LossScale,
         num_sources: int,
         sums_here: bool,
     ) -> None:
         self._config, self._shards, self._groups = config, shards, groups
-        self._optimizer, self._num_sources, self._sums_here = optimizer, num_sources, sums_here
+        self._optimizer, self._loss_scale = optimizer, loss_scale
+        self._num_sources, self._sums_here = num_sources, sums_here
+        self._num_layers = config.model.num_layers + 2  # embedding and head too
         self._shapes = {path: tf.TensorShape(s.local_shape) for path, s in shards.items()}
         sizes = {path: shape.num_elements() for path, shape in self._shapes.items()}
         max_elements = (config.parallel.bucket_megabytes << 20) // FLOAT32_BYTES
@@ -98,16 +103,30 @@ class Update:
         clock = Clock()
         gradients = self._reduce(totals, clock)
         counted = {path: g for path, g in gradients.items() if self._shards[path].is_counted}
-        norm = tf.cast(squared_norm(counted), tf.float64) if counted else tf.zeros([], tf.float64)
-        vector = tf.concat([[norm], self._sums(batch, row_sums, signal)], 0)
+        squares = squared_norms_by_layer(counted, self._config.model.num_layers)  # (layers,)
+        squares = tf.cast(squares, tf.float64)
+        vector = tf.concat([squares, self._sums(batch, row_sums, signal)], 0)
         # Every rank takes part, so that none goes on, or ends, before all have come this far.
         vector = self._groups.world.all_reduce(vector, "sums", clock=clock)
         count = self._num_sources
-        parts = tf.split(vector, [1, 1, 1, count, count, NUM_SIGNALS])
-        norm, loss_sum, num_tokens = parts[0][0], parts[1][0], parts[2][0]
-        config = self._config.optimizer
-        decision = decide(config, tf.cast(norm, tf.float32), loss_sum, num_tokens, max_loss)
+        parts = tf.split(vector, [self._num_layers, 1, 1, count, count, NUM_SIGNALS])
+        squares, loss_sum, num_tokens = tf.cast(parts[0], tf.float32), parts[1][0], parts[2][0]
+        scale, scale_of_sum = self._loss_scale.value(), self._loss_scale.of_the_sum()
+        decision = decide(
+            self._config.optimizer,
+            tf.reduce_sum(squares),
+            loss_sum,
+            num_tokens,
+            max_loss,
+            scale_of_sum,
+        )
         self._optimizer.apply(gradients, learning_rate, decision)
+        self._loss_scale.update(decision.finite)
+        layer_norms = tf.zeros([0])
+        if self._config.run.layer_grad_norms:
+            divisor = tf.cast(num_tokens, tf.float32)
+            divisor *= 1.0 if scale_of_sum is None else scale_of_sum
+            layer_norms = tf.math.divide_no_nan(tf.sqrt(squares), divisor)
         seen = tf.range(NUM_SIGNALS) * tf.cast(parts[5] > 0, tf.int32)  # (signals,)
         result = StepResult(
             loss_sum=loss_sum,
@@ -116,8 +135,9 @@ class Update:
             source_num_tokens=parts[4],
             grad_norm=decision.grad_norm,
             applied=decision.applied,
-            loss_scale=tf.constant(1.0),
+            loss_scale=scale,
             signal=tf.reduce_max(seen),
+            layer_grad_norms=layer_norms,
         )
         return result, clock.intervals()
 

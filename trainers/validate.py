@@ -109,6 +109,11 @@ def _check_tensor(config: Config) -> None:
                 f" ({length} = {degree} x {length // degree} + {length % degree}): take"
                 f" {divisors[-1]} or another size."
             )
+    if config.parallel.jit_compile and degree > 1:
+        raise UserError(
+            f"--jit_compile cannot compile the collectives of --tensor_parallel_degree={degree}:"
+            " leave one of them out."
+        )
     length = config.data.sequence_length
     if config.parallel.sequence_parallel and length % degree:
         raise UserError(

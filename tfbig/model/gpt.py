@@ -3,7 +3,7 @@
 B = batch, T = time, D = width, V = vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -19,18 +19,22 @@ from tfbig.model.shared_loss import shared_head_loss
 from tfbig.model.tensor_split import WHOLE, TensorSplit
 from tfbig.variables import variable_specs
 
-POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
+POLICIES = {
+    "float32": "float32",
+    "bfloat16": "mixed_bfloat16",
+    "float16": "mixed_float16",
+}
 
 
 class TokenAndPositionEmbedding(keras.layers.Layer):
-    """The sum of a token's and its position's learned vector.
+    """A token's learned vector, plus its position's where there is a table of positions.
 
     Args:
       maxlen: number of positions.
       vocab_size: number of tokens.
       embed_dim: width D.
-      with_positions: False leaves the position table out (the last pipeline stage of a model with
-        a tied head needs only the token table).
+      with_positions: False leaves the position table out: with rotary embedding, and on the last
+        pipeline stage of a model with a tied head, which needs only the token table.
       split: which part of the vocabulary is here.
     """
 
@@ -59,7 +63,8 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
 
         Where positions are shared, T of the result is this part's.
         """
-        assert self.pos_emb is not None, "this embedding was made for a tied head alone"
+        if self.pos_emb is None:
+            return self._vectors(tokens)
         if position is None:
             position = tf.range(tf.shape(tokens)[1])
         position = self.split.own_positions(position, position.shape.rank - 1)
@@ -83,7 +88,7 @@ class GPT(keras.Model):
       block_range: (first, last + 1) of the blocks built here; None means all. The first stage has
         the embedding, the last one the head.
       seed: keys initial values and dropout.
-      precision: "float32" or "bfloat16"; variables are float32 either way.
+      precision: "float32", "bfloat16" or "float16"; variables are float32 in each.
       initial_values: False leaves variables at zero for a checkpoint to fill.
       split: which part of each layer's width is built here; all of it by default.
     """
@@ -126,7 +131,7 @@ class GPT(keras.Model):
                 config.max_length,
                 config.vocab_size,
                 config.embed_dim,
-                with_positions=self.has_embedding,
+                with_positions=self.has_embedding and config.position_embedding == "learned",
                 split=self.split,
                 name="embedding_layer",
                 dtype=policy,
@@ -156,6 +161,9 @@ class GPT(keras.Model):
             norm_order=config.norm_order,
             norm_epsilon=config.norm_epsilon,
             activation=config.activation,
+            parallel_residual=config.parallel_residual,
+            rotary_dim=config.rotary_dim,
+            rotary_base=config.rotary_base,
             attention_rate=config.attention_dropout,
             index=index,
             seed=self.seed,
@@ -184,22 +192,25 @@ class GPT(keras.Model):
         assert len(order) == len(variables), "a variable is missing from the table of variables"
         return {path: variables[path] for path in order}
 
-    def compute_weights(self) -> dict[str, tf.Tensor]:
-        """Returns the variables' values as the layers compute with them, by canonical path.
+    def compute_weights(self, values: Mapping[str, tf.Variable]) -> dict[str, tf.Tensor]:
+        """Returns weights as the layers compute with them.
 
         Kernels and biases are in the compute dtype, embedding tables and norms in float32.
+
+        Args:
+          values: float32, by canonical path, in forward order.
         """
         weights = {}
-        for path, variable in self.canonical_variables().items():
+        for path, value in values.items():
             is_projection = path.endswith(("/kernel", "/bias"))
             dtype = self.compute_dtype if is_projection else "float32"
-            weights[path] = tf.cast(variable.value, dtype)
+            weights[path] = tf.cast(value, dtype)
         return weights
 
     def embed(self, tokens: tf.Tensor, context: Context | None = None) -> tf.Tensor:
         """Returns the hidden state (B, T, D) that enters the first block."""
         context = context or self._own_context(tokens, training=False)
-        assert self.embedding_layer is not None, "this stage has no embedding"
+        assert self.has_embedding, "this stage has no embedding"
         hidden = self.embedding_layer(tokens, context.position)
         rate = self.config.embedding_dropout
         if not context.training or rate == 0.0:
