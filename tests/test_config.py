@@ -21,7 +21,7 @@ from tfbig.config import (
 from tfbig.errors import UserError
 from tfbig.flags import Flags, field_help
 from tfbig.schedule import learning_rate
-from tfbig.train import config_from
+from tfbig.train import config_from, main
 from tfbig.validation import problems, validate
 from tfbig.variables import VARIABLE_RULES, variable_rule, variable_specs
 
@@ -39,6 +39,17 @@ COUNTS = {
     "gpt3_6_7b": 6_658_404_352,
     "gpt3_13b": 12_853_386_240,
     "gpt3_175b": 174_604_259_328,
+    "pythia_14m": 14_067_712,
+    "pythia_31m": 30_494_720,
+    "pythia_70m": 70_426_624,
+    "pythia_160m": 162_322_944,
+    "pythia_410m": 405_334_016,
+    "pythia_1b": 1_011_781_632,
+    "pythia_1_4b": 1_414_647_808,
+    "pythia_2_8b": 2_775_208_960,
+    "pythia_6_9b": 6_857_302_016,
+    "pythia_12b": 11_846_072_320,
+    "neox_20b": 20_554_567_680,
 }
 
 
@@ -68,6 +79,25 @@ def test_every_variable_matches_exactly_one_rule():
     assert used == set(VARIABLE_RULES.values())
     with pytest.raises(AssertionError, match="matches 0 rows"):
         variable_rule("transformer_blocks/0/att/qkv/gate")
+
+
+def test_published_batches_in_tokens():
+    tokens = {"gpt3_125m": 1 << 19, "gpt3_1_3b": 1 << 20, "gpt3_6_7b": 1 << 21}
+    tokens |= {"pythia_160m": 2_097_152, "neox_20b": 1536 * 2048}
+    for name, batch in tokens.items():
+        config = presets.preset(name)
+        assert config.run.global_batch * config.data.sequence_length == batch
+    pythia = presets.preset("pythia_1b")
+    assert pythia.run.steps * 2_097_152 == 299_892_736_000
+
+
+def test_the_list_of_presets_has_them_all(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--list_presets"])
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == presets.names()
+    assert "20,554,567,680" in lines[-1] and len({len(line) for line in lines}) == 1
 
 
 def test_flops_of_gpt2_124m():
@@ -185,8 +215,8 @@ FREE = (
     "tfbig.config tfbig.presets tfbig.variables tfbig.validation tfbig.schedule tfbig.flags"
     " tfbig.command tfbig.errors tfbig.metrics tfbig.checkpoint tfbig.checkpoint_reader"
     " tfbig.checkpoint_writer tfbig.run_folder tfbig.saved_run tfbig.generation.sampling"
-    " tfbig.generation.text_stream trainers tfbig.train tfbig.evaluate"
-    " tfbig.generate tfbig.prepare"
+    " tfbig.generation.text_stream trainers trainers.cluster trainers.validate tfbig.train"
+    " tfbig.evaluate tfbig.generate tfbig.prepare"
 )
 
 

@@ -12,7 +12,7 @@ from tests.distributed.launch import run
 from tfbig import evaluate, generate, train
 from tfbig.checkpoint import list_checkpoints
 from tfbig.checkpoint_reader import CheckpointReader
-from tfbig.config import EvaluateConfig, GenerateConfig
+from tfbig.command_config import EvaluateConfig, GenerateConfig
 from tfbig.errors import UserError
 from tfbig.run_folder import RunFolder, read_events, read_metrics
 from tfbig.variables import variable_specs

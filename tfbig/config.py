@@ -14,7 +14,7 @@ from tfbig.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model: one description that spans the original's blocks and GPT-2/GPT-3."""
+    """The model: one description that spans the original's blocks, GPT-2/GPT-3 and GPT-NeoX."""
 
     vocab_size: int = 4096
     """Rows of the token embedding; ids of the data must be below it."""
@@ -36,8 +36,16 @@ class ModelConfig:
     """Added to the variance in layer norm."""
     final_norm: bool = True
     """Whether a layer norm stands before the head."""
-    activation: Literal["gelu_tanh", "relu"] = "gelu_tanh"
-    """Nonlinearity of the feed-forward layer."""
+    parallel_residual: bool = False
+    """Whether attention and feed-forward layer read the same input and are added together."""
+    position_embedding: Literal["learned", "rotary"] = "learned"
+    """A learned vector a position (GPT-2), or queries and keys turned by it (arXiv 2104.09864)."""
+    rotary_fraction: float = 1.0
+    """Share of each head's dims that rotary embedding turns; GPT-NeoX turns a quarter."""
+    rotary_base: float = 10000.0
+    """Base of the rotary angles."""
+    activation: Literal["gelu_tanh", "gelu", "relu"] = "gelu_tanh"
+    """Nonlinearity of the feed-forward layer; gelu is the exact one, with erf."""
     tied_head: bool = True
     """Whether the head uses the token embedding's weights."""
     head_bias: bool = False
@@ -52,11 +60,20 @@ class ModelConfig:
     """Standard deviation of the normal distribution that kernels and embeddings start from."""
     scale_residual_init: bool = True
     """Whether projections into the residual stream start smaller by 1/sqrt(2 x num_layers)."""
+    residual_init_std: float = 0.0
+    """Standard deviation that these projections start from instead; 0 means the rule above."""
 
     @property
     def attention_head_dim(self) -> int:
         """Width of one attention head, with the default resolved."""
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that rotary embedding turns, an even number; 0 without it."""
+        if self.position_embedding != "rotary":
+            return 0
+        return int(self.attention_head_dim * self.rotary_fraction) // 2 * 2
 
     @property
     def hidden_dim(self) -> int:
@@ -90,6 +107,12 @@ class OptimizerConfig:
     """Step at which the learning rate reaches its floor; independent of --steps."""
     learning_rate_floor: float = 0.1
     """Final learning rate as a fraction of the peak."""
+    ema_decay: float = 0.0
+    """Decay of an exponential moving average of the weights, saved and evaluated; 0 is none."""
+    initial_loss_scale: float = 65536.0
+    """What float16's gradients are first multiplied by; it halves when they overflow."""
+    loss_scale_growth_steps: int = 2000
+    """Steps without overflow after which float16's loss scale doubles."""
     scale_learning_rate: bool = False
     """Whether the learning rate is multiplied by the number of replicas, as the original does."""
 
@@ -104,6 +127,8 @@ class DataConfig:
     """What to prepare when the data folder does not exist yet."""
     sequence_length: int = 256
     """Tokens a sample feeds to the model (S); a data folder is made for one length."""
+    data_workers: int = 1
+    """Threads that read batches ahead; more help where the file system is far away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +161,14 @@ class ParallelConfig:
     """Horovod's DistributedGradientTape or our flat buckets; auto takes tape where it can."""
     bucket_megabytes: int = 32
     """Size of one flat gradient bucket."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Arithmetic of the model; variables and optimizer state stay float32."""
+    tf32: bool = True
+    """Whether GPUs that can round the inputs of float32 matrix products to 10 bits of mantissa."""
+    jit_compile: bool = False
+    """Whether XLA compiles the forward and backward pass."""
+    num_devices: int = 0
+    """Devices of one mirrored or multi_worker process: 0 is all GPUs; on a CPU they are logical."""
     deterministic: bool = False
     """Bit-equal runs: TF's deterministic kernels and Horovod without fusion; slower."""
     num_threads: int = 0
@@ -156,6 +187,10 @@ class RunConfig:
     """Optimizer updates in all, counted from the start of the run."""
     global_batch: int = 32
     """Sequences per update over all ranks."""
+    batch_warmup_start: int = 0
+    """Sequences of the first updates; the batch grows by as many up to global_batch. 0 is off."""
+    batch_warmup_samples: int = 0
+    """Samples over which the batch grows."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
     eval_every: int = 100
@@ -168,6 +203,8 @@ class RunConfig:
     """Whether the checkpoint with the lowest validation loss is kept too."""
     log_every: int = 10
     """Steps between progress lines."""
+    layer_grad_norms: bool = False
+    """Whether each step records the gradient's norm by layer."""
     tensorboard: bool = True
     """Whether TensorBoard event files are written."""
     max_loss: float = 0.0
@@ -240,46 +277,6 @@ class PrepareConfig:
     """Whether the token store is kept, so that another length needs no new tokenizing."""
     dry_run: bool = False
     """Only estimates documents, tokens, disk and time from a sample."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
-    """Which checkpoint to evaluate on what."""
-
-    run: str = ""
-    """Run folder to read."""
-    checkpoint: int = -1
-    """Step of the checkpoint; -1 means the newest."""
-    split: str = "validation"
-    """Split of the data folder to evaluate on."""
-    data: str = ""
-    """Prepared data folder; empty means the run's own."""
-    eval_batch: int = 32
-    """Sequences per evaluation step over all ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """Which checkpoint writes what."""
-
-    run: str = ""
-    """Run folder to read."""
-    checkpoint: int = -1
-    """Step of the checkpoint; -1 means the newest."""
-    prompt: str = ""
-    """Text to continue; empty means an end-of-text token, the start of a document."""
-    max_tokens: int = 200
-    """Tokens to write at most."""
-    temperature: float = 0.8
-    """Divides the logits; 0 always takes the most likely token."""
-    top_k: int = 0
-    """Keeps only the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keeps the smallest set of likely tokens whose probability reaches p."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the text; not printed. Repeat the flag for more."""
-    sampling_seed: int = 0
-    """Seed of the sampling: the same seed writes the same text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +357,8 @@ def count_parameters(config: ModelConfig) -> int:
     norm = 2 * width
     attention = (width + 1) * 3 * attention_width + (attention_width + 1) * width
     feed_forward = (width + 1) * hidden + (hidden + 1) * width
-    embeddings = (config.vocab_size + config.max_length) * width
+    positions = config.max_length if config.position_embedding == "learned" else 0
+    embeddings = (config.vocab_size + positions) * width
     head = 0 if config.tied_head else config.vocab_size * width
     head += config.vocab_size if config.head_bias else 0
     blocks = config.num_layers * (attention + feed_forward + 2 * norm)

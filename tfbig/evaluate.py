@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfbig.command import run_command
-from tfbig.config import EvaluateConfig, ParallelConfig, section_values
+from tfbig.command_config import EvaluateConfig
+from tfbig.config import ParallelConfig, section_values
 from tfbig.errors import UserError
 from tfbig.flags import Flags
 from tfbig.saved_run import SavedRun
@@ -37,12 +38,13 @@ def run(config: EvaluateConfig, parallel: dict[str, Any]) -> dict[str, float]:
         raise UserError(f"{path} has no samples in a split {config.split!r}.")
     trainer = trainers.trainer_class(layout.parallel.strategy)(layout)
     try:
-        if config.eval_batch < 1 or config.eval_batch % trainer.data_size:
+        if config.eval_batch < 1 or config.eval_batch % trainer.num_replicas:
             raise UserError(
-                f"--eval_batch={config.eval_batch} does not divide among {trainer.data_size} ranks."
+                f"--eval_batch={config.eval_batch} does not divide among {trainer.num_replicas} "
+                "replicas: take a multiple of them."
             )
         trainer.build(False, len(data.sources), data.vocab_size)
-        trainer.load_state(saved.reader, weights_only=True)
+        trainer.load_state(saved.weights(config.weights), weights_only=True)
         batches = data.evaluation_batches(
             config.split, config.eval_batch, trainer.data_rank, trainer.data_size
         )

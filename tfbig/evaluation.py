@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 
-def evaluate(trainer: Any, batches: Iterable[Any], num_bytes: int) -> dict[str, float]:
+def evaluate(
+    trainer: Any, batches: Iterable[Any], num_bytes: int, weights: str = "model"
+) -> dict[str, float]:
     """Returns the measures of a split; every rank calls this and gets the same numbers.
 
     Args:
@@ -15,6 +17,7 @@ def evaluate(trainer: Any, batches: Iterable[Any], num_bytes: int) -> dict[str, 
       batches: this process's slices of the split's global batches; rows that fill the last one up
         have no valid token.
       num_bytes: of text that the split's labels stand for; 0 leaves bits per byte out.
+      weights: "model" or "ema".
 
     Returns:
       loss (mean over tokens, nats), perplexity, accuracy (of the most likely next token),
@@ -22,7 +25,7 @@ def evaluate(trainer: Any, batches: Iterable[Any], num_bytes: int) -> dict[str, 
     """
     totals = np.zeros(3)  # loss_sum, num_tokens, num_correct
     for batch in batches:
-        totals += [np.sum(rows, dtype=np.float64) for rows in trainer.evaluate_step(batch)]
+        totals += [np.sum(rows, dtype=np.float64) for rows in trainer.evaluate_step(batch, weights)]
     loss_sum, num_tokens, num_correct = (float(total) for total in totals)
     loss = loss_sum / num_tokens if num_tokens else math.nan
     measures = {

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfbig.command import launched_rank, run_command
-from tfbig.config import GenerateConfig, ParallelConfig, section_values
+from tfbig.command_config import GenerateConfig
+from tfbig.config import ParallelConfig, section_values
 from tfbig.errors import UserError
 from tfbig.flags import Flags
 from tfbig.saved_run import SavedRun

@@ -19,19 +19,21 @@ _GPU_PEAKS = {
 
 
 def peak_flops(precision: str) -> tuple[float, str]:
-    """Returns (FLOP/s, where the number comes from) of the device this process uses.
+    """Returns (FLOP/s, where the number comes from) of the devices this process uses.
 
     A GPU's peak is its data sheet's; a CPU's is measured, as the best of a few large matrix
     products on the threads this process has.
 
     Args:
-      precision: "float32" or "bfloat16".
+      precision: "float32", "bfloat16" or "float16".
     """
-    for gpu in tf.config.get_visible_devices("GPU"):
+    gpus = tf.config.get_visible_devices("GPU")
+    for gpu in gpus:
         name = tf.config.experimental.get_device_details(gpu).get("device_name", "")
         for model, (bfloat16, float32) in _GPU_PEAKS.items():
             if model in name:
-                return (bfloat16 if precision == "bfloat16" else float32), f"data sheet of {name}"
+                peak = float32 if precision == "float32" else bfloat16
+                return len(gpus) * peak, f"data sheet of {name}"
         return 0.0, f"unknown for {name}"
     return _measured_peak(tf.as_dtype(precision)), "measured matrix product"
 

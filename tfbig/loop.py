@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tfbig.config import Config
 from tfbig.hardware import peak_memory_bytes
 from tfbig.metrics import StepTimes, Throughput, train_record
-from tfbig.schedule import learning_rate
+from tfbig.schedule import global_batch, learning_rate
 from tfbig.stop_signal import STOP, StopSignal
 
 
@@ -50,6 +50,7 @@ class _Pending(NamedTuple):
     communication: Callable[[], dict[str, float]]
     start: float
     data_wait: float
+    num_samples: int
 
 
 @dataclass
@@ -120,10 +121,9 @@ class Loop:
         result = self.trainer.train_step(
             batch, progress.step, rate, self.config.run.max_loss, self.stop_signal.value
         )
-        after = Progress(
-            progress.step + 1, progress.consumed_samples + self.config.run.global_batch
-        )
-        return _Pending(after, rate, result, self.trainer.timings(), start, data_wait)
+        num_samples = global_batch(self.config.run, progress.consumed_samples)
+        after = Progress(progress.step + 1, progress.consumed_samples + num_samples)
+        return _Pending(after, rate, result, self.trainer.timings(), start, data_wait, num_samples)
 
     def _finish(self, pending: _Pending, end: float | None = None) -> None:
         """Reads a step's result and reports it; without `end` it lasted until now."""
@@ -136,7 +136,7 @@ class Loop:
             pending.learning_rate,
             pending.result,
             times,
-            self.throughput,
+            self.throughput.at_batch(pending.num_samples / self.config.run.global_batch),
             peak_memory_bytes(),
         )
         self._call("on_step", record)

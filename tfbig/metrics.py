@@ -1,5 +1,6 @@
 """One training step as a record of metrics.jsonl. TensorFlow-free."""
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ class Throughput:
         return cls(
             config.run.global_batch * length, flops_per_token(config.model, length), peak_flops
         )
+
+    def at_batch(self, share: float) -> "Throughput":
+        """Returns the rates' constants of a step with a share of the full batch."""
+        return dataclasses.replace(self, tokens_per_step=round(self.tokens_per_step * share))
 
     def model_flops_utilisation(self, seconds: float) -> float | None:
         """Returns MFU as PaLM defines it (arXiv 2204.02311), or None where the peak is unknown."""
@@ -80,7 +85,7 @@ def train_record(
     source_loss = np.asarray(result.source_loss_sum) / np.maximum(source_tokens, 1)
     utilisation = throughput.model_flops_utilisation(times.step)
     communication = sum(times.communication.values())
-    return {
+    record = {
         "kind": "train",
         "step": step,
         "time": time.time(),
@@ -104,3 +109,11 @@ def train_record(
         "peak_flops": throughput.peak_flops,
         "peak_memory_bytes": peak_memory_bytes,
     }
+    norms = np.asarray(result.layer_grad_norms).tolist()
+    if norms:
+        record["layer_grad_norms"] = {
+            "embedding": norms[0],
+            "transformer_blocks": norms[1:-1],
+            "head": norms[-1],
+        }
+    return record

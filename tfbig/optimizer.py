@@ -19,6 +19,24 @@ class Decision(NamedTuple):
     grad_norm: tf.Tensor  # global norm of the mean gradient, before clipping
     scale: tf.Tensor  # what summed gradients are multiplied by; 0 when skipped
     applied: tf.Tensor  # bool
+    finite: tf.Tensor  # bool: whether the reduced gradients are
+
+
+def squared_norms_by_layer(gradients: Mapping[str, tf.Tensor], num_layers: int) -> tf.Tensor:
+    """Returns sums of squares, float32 (2 + num_layers,): of the embedding, each block, the head.
+
+    Args:
+      gradients: by canonical path; layers that have none here count 0.
+      num_layers: blocks of the whole model.
+    """
+    layers: list[list[tf.Tensor]] = [[] for _ in range(num_layers + 2)]
+    for path, gradient in gradients.items():
+        part, _, rest = path.partition("/")
+        place = {"embedding_layer": 0, "transformer_blocks": 1}.get(part, -1)
+        if part == "transformer_blocks":
+            place += int(rest.partition("/")[0])
+        layers[place].append(2.0 * tf.nn.l2_loss(tf.cast(gradient, tf.float32)))
+    return tf.stack([tf.add_n(squares) if squares else tf.constant(0.0) for squares in layers])
 
 
 def squared_norm(gradients: Mapping[str, tf.Tensor]) -> tf.Tensor:
@@ -32,6 +50,7 @@ def decide(
     loss_sum: tf.Tensor,
     num_tokens: tf.Tensor,
     max_loss: tf.Tensor,
+    loss_scale: tf.Tensor | None = None,
 ) -> Decision:
     """Returns the clipping scale and whether the update is applied.
 
@@ -41,17 +60,23 @@ def decide(
       loss_sum: summed loss of the global batch.
       num_tokens: tokens it is summed over.
       max_loss: scalar; an update whose mean loss exceeds it is skipped, 0 means no limit.
+      loss_scale: what the gradient of loss_sum was multiplied by; None means 1.
     """
     num_tokens = tf.cast(num_tokens, tf.float32)
     mean_loss = tf.math.divide_no_nan(tf.cast(loss_sum, tf.float32), num_tokens)
     grad_norm = tf.math.divide_no_nan(tf.sqrt(sum_of_squares), num_tokens)
+    if loss_scale is not None:
+        grad_norm /= loss_scale
+    finite = tf.math.is_finite(grad_norm)
     within = tf.logical_or(max_loss <= 0.0, mean_loss <= max_loss)
-    applied = tf.math.is_finite(grad_norm) & tf.math.is_finite(mean_loss) & within
+    applied = finite & tf.math.is_finite(mean_loss) & within
     applied &= num_tokens > 0
     scale = tf.math.divide_no_nan(1.0, num_tokens)
+    if loss_scale is not None:
+        scale /= loss_scale
     if config.clip_norm > 0:
         scale *= config.clip_norm / tf.maximum(grad_norm, config.clip_norm)
-    return Decision(grad_norm, tf.where(applied, scale, 0.0), applied)
+    return Decision(grad_norm, tf.where(applied, scale, 0.0), applied, finite)
 
 
 class Optimizer:
@@ -82,13 +107,28 @@ class Optimizer:
                 }
                 for slot in ("m", "v")
             }
+        self._averages: dict[str, tf.Variable] = {}
+        if with_slots and config.ema_decay > 0:
+            self._averages = {
+                path: tf.Variable(tf.identity(variable), trainable=False, name="ema")
+                for path, variable in self._variables.items()
+            }
 
     def state(self) -> dict[str, tf.Variable]:
         """Returns the slots and the count of applied updates, by checkpoint path."""
         state = {"optimizer/iterations": self.iterations}
         for slot, variables in self._slots.items():
             state |= {f"optimizer/{slot}/{path}": value for path, value in variables.items()}
-        return state
+        return state | {f"ema/{path}": value for path, value in self._averages.items()}
+
+    def averages(self) -> dict[str, tf.Variable]:
+        """Returns the moving average of each weight, by path; nothing where none is kept."""
+        return self._averages
+
+    def restart_averages(self) -> None:
+        """Sets the averages to the weights, which were just replaced."""
+        for path, average in self._averages.items():
+            average.assign(self._variables[path])
 
     def apply(
         self, gradients: Mapping[str, tf.Tensor], learning_rate: tf.Tensor, decision: Decision
@@ -111,6 +151,10 @@ class Optimizer:
                 self._adam(path, variable, gradient, rate, decision.applied)
             else:
                 variable.assign_sub(gradient * rate)
+            if path in self._averages:
+                average = self._averages[path]
+                share = tf.where(decision.applied, 1.0 - self._config.ema_decay, 0.0)
+                average.assign_add((variable - average) * share)
         self.iterations.assign_add(tf.cast(decision.applied, tf.int64))
 
     def _adam(

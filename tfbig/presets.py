@@ -1,14 +1,32 @@
 """Named starting points: functions that return a Config. TensorFlow-free.
 
+Initial values of the GPT-NeoX family: small_init (arXiv 1910.05895) and, into the residual stream,
+wang_init, 2 / (layers x sqrt(width)).
+
 The GPT-3 table of the paper (arXiv 2005.14165, table 2.1) contradicts itself in two rows. We take
 width 5120 for 13B (40 heads of 128; the paper prints 5140) and 16 heads for 1.3B (2048 / 128; the
 paper prints 24).
+
+Pythia (arXiv 2304.01373) and GPT-NeoX-20B (arXiv 2204.06745): where the sources disagree we take
+the file the model was trained with, hence 2.5e-4 for pythia_1b (a table elsewhere says 3e-4) and
+0.97e-4 for neox_20b (its model card says 0.97e-5, which is the floor). The file of pythia_12b
+names no initial values; it gets the others'.
 """
 
 import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
-from tfbig.config import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from tfbig.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    count_parameters,
+    flops_per_token,
+)
 from tfbig.errors import UserError, near_matches
 
 
@@ -103,6 +121,50 @@ def _gpt3(
     )
 
 
+def _neox(
+    name: str,
+    num_layers: int,
+    embed_dim: int,
+    num_heads: int,
+    vocab_size: int,
+    learning_rate: float,
+    global_batch: int = 1024,
+    steps: int = 143_000,
+    weight_decay: float = 0.1,
+) -> Config:
+    """GPT-NeoX: a quarter of each head rotary, sublayers in parallel, untied, padded vocabulary."""
+    return Config(
+        model=ModelConfig(
+            vocab_size=vocab_size,
+            max_length=2048,
+            embed_dim=embed_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            position_embedding="rotary",
+            rotary_fraction=0.25,
+            parallel_residual=True,
+            activation="gelu",
+            tied_head=False,
+            init_std=math.sqrt(2 / (5 * embed_dim)),
+            residual_init_std=2 / (num_layers * math.sqrt(embed_dim)),
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=learning_rate,
+            warmup_steps=steps // 100,
+            decay_steps=steps,
+            weight_decay=weight_decay,
+        ),
+        data=DataConfig(sequence_length=2048),
+        run=RunConfig(
+            preset=name,
+            steps=steps,
+            global_batch=global_batch,
+            eval_every=1000,
+            checkpoint_every=1000,
+        ),
+    )
+
+
 def _table() -> dict[str, Callable[[], Config]]:
     half, one, two = 1 << 19, 1 << 20, 1 << 21  # tokens: the paper's 0.5M, 1M and 2M
     gpt2 = {
@@ -121,10 +183,42 @@ def _table() -> dict[str, Callable[[], Config]]:
         "gpt3_13b": (40, 5120, 40, two, 1e-4),
         "gpt3_175b": (96, 12288, 96, 3_200_000 // 2048 // 16 * 16 * 2048, 6e-5),
     }
+    neox: dict[str, tuple[Any, ...]] = {
+        "pythia_14m": (6, 128, 4, 50304, 1e-3),
+        "pythia_31m": (6, 256, 8, 50304, 1e-3),
+        "pythia_70m": (6, 512, 8, 50304, 1e-3),
+        "pythia_160m": (12, 768, 12, 50304, 6e-4),
+        "pythia_410m": (24, 1024, 16, 50304, 3e-4),
+        "pythia_1b": (16, 2048, 8, 50304, 2.5e-4),
+        "pythia_1_4b": (24, 2048, 16, 50304, 2e-4),
+        "pythia_2_8b": (32, 2560, 32, 50304, 1.6e-4),
+        "pythia_6_9b": (32, 4096, 32, 50432, 1.2e-4),
+        "pythia_12b": (36, 5120, 40, 50688, 1.2e-4),
+        "neox_20b": (44, 6144, 64, 50432, 0.97e-4, 1536, 150_000, 0.01),
+    }
     table: dict[str, Callable[[], Config]] = {"gpt_tiny": gpt_tiny, "blog": blog}
     table |= {name: functools.partial(_gpt2, name, *shape) for name, shape in gpt2.items()}
     table |= {name: functools.partial(_gpt3, name, *row) for name, row in gpt3.items()}
+    table |= {name: functools.partial(_neox, name, *row) for name, row in neox.items()}
     return table
+
+
+def listing() -> str:
+    """Returns all presets as a table: parameters, shape, and FLOPs per trained token."""
+    lines = [
+        f"{'preset':<12} {'parameters':>15} {'width':>6} {'layers':>6} {'heads':>5} {'context':>7}"
+        f" {'FLOPs/token':>11} {'batch':>6} {'learning rate':>13}"
+    ]
+    for name in names():
+        config = preset(name)
+        model = config.model
+        lines.append(
+            f"{name:<12} {count_parameters(model):>15,} {model.embed_dim:>6} {model.num_layers:>6}"
+            f" {model.num_heads:>5} {model.max_length:>7}"
+            f" {flops_per_token(model, config.data.sequence_length):>11.3g}"
+            f" {config.run.global_batch:>6} {config.optimizer.learning_rate:>13g}"
+        )
+    return "\n".join(lines)
 
 
 def names() -> list[str]:

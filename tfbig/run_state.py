@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tfbig.checkpoint import (
     prune,
     remove_leftovers,
 )
-from tfbig.checkpoint_format import RunState, num_bytes_to_write
+from tfbig.checkpoint_format import RunState, Slice, num_bytes_to_write
 from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.checkpoint_writer import CheckpointWriter
 from tfbig.config import Config, to_dict
@@ -35,6 +36,7 @@ MAY_DIFFER = (
     "run.keep_last",
     "run.keep_best",
     "run.log_every",
+    "run.layer_grad_norms",
     "run.tensorboard",
     "run.max_loss",
     "run.restart",
@@ -151,7 +153,7 @@ class StateKeeper:
         state = RunState(
             consumed_samples=progress.consumed_samples,
             seeds={"run": config.run.seed},
-            loss_scale=None,
+            loss_scale=loss_scale_of(slices),
             config=to_dict(config),
             tokenizer_sha256=self._data_identity.get("tokenizer_sha256"),
             data=self._data_identity,
@@ -165,6 +167,14 @@ class StateKeeper:
                 keep_last=config.run.keep_last,
                 keep_best=int(config.run.keep_best),
             )
+
+
+def loss_scale_of(slices: Sequence[Slice]) -> float | None:
+    """Returns float16's loss scale from the state that is saved; None without one."""
+    for part in slices:
+        if part.path == "optimizer/loss_scale":
+            return float(np.asarray(part.array))
+    return None
 
 
 def check_shared(folder: RunFolder, trainer: Any, patience: float = 5.0) -> None:

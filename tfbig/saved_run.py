@@ -5,11 +5,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tfbig.checkpoint import list_checkpoints
 from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.config import Config, ParallelConfig, from_dict
 from tfbig.errors import UserError
 from tfbig.run_folder import RunFolder
+
+AVERAGE = "ema/"
+
+
+class AverageReader:
+    """Shows a checkpoint's moving averages as its weights.
+
+    Args:
+      reader: of the checkpoint.
+    """
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def has(self, path: str) -> bool:
+        """Returns whether there is an average of `path`."""
+        return self._reader.has(AVERAGE + path)
+
+    def read(
+        self, path: str, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None
+    ) -> np.ndarray:
+        """Returns the average of `path`, or a slice of it."""
+        return self._reader.read(AVERAGE + path, start, shape)
 
 
 @dataclass(frozen=True)
@@ -56,6 +81,24 @@ class SavedRun:
     def step(self) -> int:
         """Of the checkpoint."""
         return self.reader.step
+
+    def weights(self, kind: str) -> Any:
+        """Returns what `load_state` reads the weights from.
+
+        Args:
+          kind: "model", or "ema" for their moving average.
+
+        Raises:
+          UserError: the run keeps no moving average.
+        """
+        if kind == "model":
+            return self.reader
+        if not any(path.startswith(AVERAGE) for path in self.reader.paths()):
+            raise UserError(
+                f"--weights=ema: {self.folder.path} keeps no moving average of its weights; runs "
+                "with --ema_decay do."
+            )
+        return AverageReader(self.reader)
 
     def with_parallel(self, values: dict[str, Any]) -> Config:
         """Returns the run's configuration on another layout.

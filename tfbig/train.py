@@ -1,11 +1,13 @@
 """Trains a GPT: `python -m tfbig.train --strategy=horovod`, alone or under horovodrun."""
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tfbig import presets
+from tfbig import presets, schedule
 from tfbig.command import EXIT_SIGNAL, run_command
+from tfbig.command_config import ListConfig
 from tfbig.config import (
     Config,
     DataConfig,
@@ -24,8 +26,8 @@ from tfbig.run_folder import RunFolder, archive_for_restart
 from tfbig.validation import validate
 
 COMMON_FLAGS = (
-    "preset data source strategy run_dir steps global_batch microbatches learning_rate precision"
-    " eval_every checkpoint_every deterministic restart"
+    "preset list_presets data source strategy run_dir steps global_batch microbatches"
+    " learning_rate precision eval_every checkpoint_every deterministic restart"
 ).split()
 
 
@@ -61,9 +63,8 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
     from trainers.validate import derive_microbatch_size
 
     # Data.
-    derive_microbatch_size(
-        config.run.global_batch, trainer.num_replicas, config.parallel.microbatches
-    )
+    for global_batch in {config.run.global_batch, schedule.global_batch(config.run, 0)}:
+        derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
     data = open_data(config, trainer)
 
     # Run folder and the checkpoint to go on from.
@@ -79,13 +80,17 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
         initialise_from(config.run.init_from, trainer)
 
     # What is fed, measured and watched.
-    batches = data.train_batches(
-        start_sample=progress.consumed_samples,
-        num_steps=max(0, config.run.steps - progress.step),
-        global_batch=config.run.global_batch,
-        data_rank=trainer.data_rank,
-        data_size=trainer.data_size,
-        seed=config.run.seed,
+    segments = schedule.batch_segments(config.run, *progress)
+    batches = itertools.chain.from_iterable(
+        data.train_batches(
+            start_sample=segment.start_sample,
+            num_steps=segment.num_steps,
+            global_batch=segment.global_batch,
+            data_rank=trainer.data_rank,
+            data_size=trainer.data_size,
+            seed=config.run.seed,
+        )
+        for segment in segments
     )
     peak, peak_source = peak_flops(config.parallel.precision)
     total_peak = 1e9 * trainer.agree(int(peak / 1e9), "sum")
@@ -104,14 +109,17 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
             data_rank=trainer.data_rank,
             data_size=trainer.data_size,
         )
-        return evaluate(trainer, split, data.num_bytes("validation"))
+        measures = evaluate(trainer, split, data.num_bytes("validation"))
+        if config.optimizer.ema_decay:
+            measures["ema_loss"] = evaluate(trainer, split, 0, weights="ema")["loss"]
+        return measures
 
     # Steps.
     with StopSignal() as stop_signal:
         loop = Loop(
             config=config,
             trainer=trainer,
-            batches=iter(batches),
+            batches=batches,
             evaluate=evaluate_validation,
             save=keeper.save,
             hooks=hooks,
@@ -238,9 +246,13 @@ def config_from(values: dict[str, Any]) -> Config:
 
 
 def _body(arguments: Sequence[str]) -> int:
-    sections = (RunConfig, DataConfig, ParallelConfig, OptimizerConfig, ModelConfig)
+    sections = (ListConfig, RunConfig, DataConfig, ParallelConfig, OptimizerConfig, ModelConfig)
     flags = Flags("train", sections, "trains a GPT, resuming where it stopped.", COMMON_FLAGS)
-    return run(config_from(flags.parse(arguments)), ["tfbig.train", *arguments])
+    given = flags.parse(arguments)
+    if given.pop("list_presets", False):
+        print(presets.listing())
+        return 0
+    return run(config_from(given), ["tfbig.train", *arguments])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

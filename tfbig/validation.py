@@ -1,5 +1,6 @@
 """What a configuration must satisfy, each rule with the arithmetic that breaks it. TF-free."""
 
+import math
 from collections.abc import Iterator
 
 from tfbig.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
@@ -53,7 +54,7 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     yield from _at_least(
         model, 1, "vocab_size", "max_length", "embed_dim", "num_layers", "num_heads"
     )
-    yield from _at_least(model, 0, "head_dim", "feed_forward_dim", "init_std")
+    yield from _at_least(model, 0, "head_dim", "feed_forward_dim", "init_std", "residual_init_std")
     yield from _between(model, 0, 1, "dropout", "attention_dropout", "embedding_dropout")
     if not model.norm_epsilon > 0:
         yield f"--norm_epsilon={model.norm_epsilon} must be above 0."
@@ -66,15 +67,36 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
             f"{heads} x {width // heads} + {width % heads}): take {near[0]} heads, or give "
             "--head_dim."
         )
+    yield from _position_problems(model)
+    if model.parallel_residual and model.norm_order == "post":
+        yield "--parallel_residual needs --norm_order=pre: its sublayers share one residual sum."
     if model.tied_head and model.head_bias:
         yield "--head_bias needs an untied head: add --notied_head."
+
+
+def _position_problems(model: ModelConfig) -> Iterator[str]:
+    if not 0 < model.rotary_fraction <= 1:
+        yield f"--rotary_fraction={model.rotary_fraction} must be above 0 and at most 1."
+    if not 1 < model.rotary_base < math.inf:
+        yield f"--rotary_base={model.rotary_base} must be above 1 and finite."
+    sizes_known = model.num_heads >= 1 and 0 < model.rotary_fraction <= 1
+    if sizes_known and model.position_embedding == "rotary" and model.rotary_dim < 2:
+        yield (
+            f"--rotary_fraction={model.rotary_fraction} turns {model.rotary_dim} of the "
+            f"{model.attention_head_dim} dims of a head: at least 2 are needed."
+        )
 
 
 def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
     yield from _at_least(
         optimizer, 0, "learning_rate", "weight_decay", "clip_norm", "warmup_steps", "decay_steps"
     )
-    yield from _between(optimizer, 0, 1, "beta1", "beta2")
+    yield from _between(optimizer, 0, 1, "beta1", "beta2", "ema_decay")
+    yield from _at_least(optimizer, 1, "loss_scale_growth_steps")
+    if not 2.0**-24 <= optimizer.initial_loss_scale <= 2.0**24:
+        yield (
+            f"--initial_loss_scale={optimizer.initial_loss_scale} must lie between 2^-24 and 2^24."
+        )
     if not optimizer.epsilon > 0:
         yield f"--epsilon={optimizer.epsilon} must be above 0."
     if not 0 <= optimizer.learning_rate_floor <= 1:
@@ -91,7 +113,24 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
 
 def _run_problems(run: RunConfig) -> Iterator[str]:
     yield from _at_least(run, 1, "steps", "global_batch", "keep_last", "log_every")
-    yield from _at_least(run, 0, "eval_every", "checkpoint_every", "max_loss")
+    yield from _at_least(
+        run,
+        0,
+        "eval_every",
+        "checkpoint_every",
+        "max_loss",
+        "batch_warmup_start",
+        "batch_warmup_samples",
+    )
+    start = run.batch_warmup_start
+    if start > 0 and run.global_batch % start:
+        yield (
+            f"--batch_warmup_start={start} does not divide --global_batch={run.global_batch} "
+            f"({run.global_batch} = {start} x {run.global_batch // start} + "
+            f"{run.global_batch % start}): the batch grows by whole multiples of its start."
+        )
+    if (start > 0) != (run.batch_warmup_samples > 0):
+        yield "--batch_warmup_start and --batch_warmup_samples go together: give both or neither."
     if not 0 <= run.seed <= _MAX_SEED:
         yield f"--seed={run.seed} must lie between 0 and {_MAX_SEED}."
 
@@ -105,4 +144,4 @@ def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
         "tensor_parallel_degree",
         "bucket_megabytes",
     )
-    yield from _at_least(parallel, 0, "num_threads")
+    yield from _at_least(parallel, 0, "num_threads", "num_devices")

@@ -127,8 +127,9 @@ def variable_specs(config: ModelConfig) -> list[VariableSpec]:
     width = config.embed_dim
     shapes: dict[str, tuple[int, ...]] = {
         "embedding_layer/token_emb/embeddings": (config.vocab_size, width),
-        "embedding_layer/pos_emb/embeddings": (config.max_length, width),
     }
+    if config.position_embedding == "learned":
+        shapes["embedding_layer/pos_emb/embeddings"] = (config.max_length, width)
     for index in range(config.num_layers):
         for suffix, shape in _block_shapes(config).items():
             shapes[f"transformer_blocks/{index}/{suffix}"] = shape

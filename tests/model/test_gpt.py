@@ -18,6 +18,16 @@ TINY = ModelConfig(vocab_size=23, max_length=9, embed_dim=12, num_layers=2, num_
 BLOG = dataclasses.replace(
     presets.blog().model, vocab_size=23, max_length=9, embed_dim=6, head_dim=6, feed_forward_dim=10
 )
+NEOX = dataclasses.replace(
+    TINY,
+    embed_dim=24,
+    position_embedding="rotary",
+    rotary_fraction=0.5,
+    rotary_base=50.0,
+    parallel_residual=True,
+    activation="gelu",
+    tied_head=False,
+)
 SMALL_PRESETS = [n for n in presets.names() if count_parameters(presets.preset(n).model) < 500e6]
 
 
@@ -48,7 +58,7 @@ def randomise(model: GPT, seed: int = 1) -> reference_gpt.Weights:
     return weights
 
 
-@pytest.mark.parametrize("config", [TINY, BLOG], ids=["gpt2", "blog"])
+@pytest.mark.parametrize("config", [TINY, BLOG, NEOX], ids=["gpt2", "blog", "neox"])
 def test_equals_its_equations(config):
     model = GPT(config)
     weights = randomise(model)
@@ -62,7 +72,7 @@ def test_equals_its_equations(config):
     assert float(loss_sum(model, batch)) == pytest.approx(reference, rel=1e-5)
 
 
-@pytest.mark.parametrize("config", [TINY, BLOG], ids=["gpt2", "blog"])
+@pytest.mark.parametrize("config", [TINY, BLOG, NEOX], ids=["gpt2", "blog", "neox"])
 def test_gradients_equal_finite_differences(config):
     model = GPT(config)
     weights = randomise(model)
@@ -88,7 +98,7 @@ def test_gradients_equal_finite_differences(config):
         assert analytic == pytest.approx(numeric, rel=2e-4, abs=2e-5 * scale), path
 
 
-@pytest.mark.parametrize("config", [TINY, BLOG], ids=["gpt2", "blog"])
+@pytest.mark.parametrize("config", [TINY, BLOG, NEOX], ids=["gpt2", "blog", "neox"])
 def test_no_output_depends_on_a_later_token(config):
     model = GPT(config, seed=3)
     tokens = make_batch(config)["tokens"][:, :-1].numpy()

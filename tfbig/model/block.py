@@ -13,6 +13,7 @@ from tfbig.model.attention import causal_attention
 from tfbig.model.context import Context
 from tfbig.model.dropout import dropout, sample_keys
 from tfbig.model.layers import Projection, make_norm
+from tfbig.model.rotary import rotary
 from tfbig.model.tensor_split import WHOLE, TensorSplit
 
 SITE_ATTENTION, SITE_RESIDUAL1, SITE_RESIDUAL2, SITE_EMBEDDING = range(4)
@@ -26,6 +27,8 @@ class CausalSelfAttention(keras.layers.Layer):
       num_heads: heads H.
       head_dim: width d of one head.
       rate: dropout rate of the attention weights.
+      rotary_dim: dims of each head that are turned by their position; 0 means none.
+      rotary_base: of the rotary angles.
       split: which of the heads are here.
       path: name of its collectives.
     """
@@ -37,12 +40,15 @@ class CausalSelfAttention(keras.layers.Layer):
         head_dim: int,
         rate: float = 0.0,
         *,
+        rotary_dim: int = 0,
+        rotary_base: float = 10_000.0,
         split: TensorSplit = WHOLE,
         path: str = "",
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
         self.rate, self.split, self.path_name = rate, split, path
+        self.rotary_dim, self.rotary_base = rotary_dim, rotary_base
         self.first_head, num_heads = split.part(num_heads)
         dtype = self.dtype_policy
         with keras.name_scope(self.name):
@@ -55,9 +61,14 @@ class CausalSelfAttention(keras.layers.Layer):
         x: tf.Tensor,
         document_ids: tf.Tensor | None = None,
         dropout_keys: tf.Tensor | None = None,
+        position: tf.Tensor | None = None,
     ) -> tf.Tensor:
         x = self.split.enter(x, self.path_name)  # (B, T, D)
         query, key, value = tf.unstack(self.qkv(x), axis=2)  # 3 x (B, T, H, d)
+        if self.rotary_dim:
+            query, key = (
+                rotary(part, position, self.rotary_dim, self.rotary_base) for part in (query, key)
+            )
         attended = causal_attention(
             query, key, value, document_ids, dropout_keys, self.rate, self.first_head
         )
@@ -75,7 +86,7 @@ class FeedForward(keras.layers.Layer):
     Args:
       embed_dim: width D.
       ff_dim: width between the projections.
-      activation: "relu" or "gelu_tanh" (arXiv 1606.08415, the tanh form that GPT-2 uses).
+      activation: "relu", "gelu" (arXiv 1606.08415) or "gelu_tanh", the form that GPT-2 uses.
       split: which part of the width between the projections is here.
       path: name of its collectives.
     """
@@ -104,7 +115,7 @@ class FeedForward(keras.layers.Layer):
         if self.activation == "relu":
             hidden = tf.nn.relu(hidden)
         else:
-            hidden = tf.nn.gelu(hidden, approximate=True)
+            hidden = tf.nn.gelu(hidden, approximate=self.activation == "gelu_tanh")
         return self.down(hidden, leave=leave_of(self.split, self.path_name))  # (B, T, D)
 
 
@@ -123,6 +134,9 @@ class TransformerBlock(keras.layers.Layer):
       norm_order: "post" or "pre".
       norm_epsilon: added to the variance in layer norm.
       activation: of the feed-forward layer.
+      parallel_residual: both sublayers read the block's input (GPT-NeoX, arXiv 2204.06745).
+      rotary_dim: dims of each head that are turned by their position; 0 means none.
+      rotary_base: of the rotary angles.
       attention_rate: dropout rate of the attention weights.
       index: global index of the block, which keys its dropout.
       seed: the run's seed, which keys its dropout.
@@ -140,6 +154,9 @@ class TransformerBlock(keras.layers.Layer):
         norm_order: str = "post",
         norm_epsilon: float = 1e-6,
         activation: str = "relu",
+        parallel_residual: bool = False,
+        rotary_dim: int = 0,
+        rotary_base: float = 10_000.0,
         attention_rate: float = 0.0,
         index: int = 0,
         seed: int = 0,
@@ -148,7 +165,7 @@ class TransformerBlock(keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.rate, self.norm_order, self.index, self.seed = rate, norm_order, index, seed
-        self.split = split
+        self.split, self.parallel_residual = split, parallel_residual
         dtype = self.dtype_policy
         with keras.name_scope(self.name):
             self.att = CausalSelfAttention(
@@ -156,6 +173,8 @@ class TransformerBlock(keras.layers.Layer):
                 num_heads,
                 head_dim or embed_dim,
                 attention_rate,
+                rotary_dim=rotary_dim,
+                rotary_base=rotary_base,
                 split=split,
                 path=f"block_{index}.att",
                 name="att",
@@ -176,6 +195,9 @@ class TransformerBlock(keras.layers.Layer):
 
     def call(self, hidden: tf.Tensor, context: Context) -> tf.Tensor:
         """Returns the block's output (B, T, D)."""
+        if self.parallel_residual:
+            attended = self._attend(self.layernorm1(hidden), context)
+            return hidden + attended + self._feed_forward(self.layernorm2(hidden), context)
         if self.norm_order == "pre":
             hidden += self._attend(self.layernorm1(hidden), context)
             return hidden + self._feed_forward(self.layernorm2(hidden), context)
@@ -184,7 +206,9 @@ class TransformerBlock(keras.layers.Layer):
 
     def _attend(self, x: tf.Tensor, context: Context) -> tf.Tensor:
         keys = self._keys(SITE_ATTENTION, self.att.rate, context)
-        attended = self.att(x, document_ids=context.document_ids, dropout_keys=keys)
+        attended = self.att(
+            x, document_ids=context.document_ids, dropout_keys=keys, position=context.position
+        )
         return self._drop(attended, SITE_RESIDUAL1, context)
 
     def _feed_forward(self, x: tf.Tensor, context: Context) -> tf.Tensor:

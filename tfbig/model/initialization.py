@@ -76,7 +76,9 @@ def initial_value(
         sliced = (*shape[:dim], size, *shape[dim + 1 :])
         return tf.zeros(sliced) if rule.initial_value == "zeros" else tf.ones(sliced)
     std = config.init_std
-    if rule.initial_value == "residual" and config.scale_residual_init:
+    if rule.initial_value == "residual" and config.residual_init_std:
+        std = config.residual_init_std
+    elif rule.initial_value == "residual" and config.scale_residual_init:
         std /= math.sqrt(2 * config.num_layers)
     return normal_slice(seed, path, shape, dim, start, size, std)
 

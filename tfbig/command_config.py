@@ -1,0 +1,54 @@
+"""What the commands beside training and preparing can be told. TensorFlow-free."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListConfig:
+    """What can be listed instead of training."""
+
+    list_presets: bool = False
+    """Prints all presets as a table and ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Which checkpoint to evaluate on what."""
+
+    run: str = ""
+    """Run folder to read."""
+    checkpoint: int = -1
+    """Step of the checkpoint; -1 means the newest."""
+    weights: Literal["model", "ema"] = "model"
+    """The weights themselves, or their moving average where the run kept one."""
+    split: str = "validation"
+    """Split of the data folder to evaluate on."""
+    data: str = ""
+    """Prepared data folder; empty means the run's own."""
+    eval_batch: int = 32
+    """Sequences per evaluation step over all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Which checkpoint writes what."""
+
+    run: str = ""
+    """Run folder to read."""
+    checkpoint: int = -1
+    """Step of the checkpoint; -1 means the newest."""
+    prompt: str = ""
+    """Text to continue; empty means an end-of-text token, the start of a document."""
+    max_tokens: int = 200
+    """Tokens to write at most."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most likely token."""
+    top_k: int = 0
+    """Keeps only the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keeps the smallest set of likely tokens whose probability reaches p."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; not printed. Repeat the flag for more."""
+    sampling_seed: int = 0
+    """Seed of the sampling: the same seed writes the same text."""
