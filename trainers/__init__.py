@@ -3,6 +3,8 @@
 STRATEGIES = {
     "single": "trainers.single:SingleTrainer",
     "horovod": "trainers.horovod:HorovodTrainer",
+    "mirrored": "trainers.mirrored:MirroredTrainer",
+    "multi_worker": "trainers.multi_worker:MultiWorkerTrainer",
     "pipeline": "trainers.pipeline:PipelineTrainer",
 }
 

@@ -24,6 +24,9 @@ class StepResult(NamedTuple):
     applied: tf.Tensor  # bool: whether the update was applied
     loss_scale: tf.Tensor  # float32: 1 except in float16
     signal: tf.Tensor  # int32: the largest `signal` any rank passed
+    # float32: norms of the mean gradient of the embedding, each block and the head; (0,) unless
+    # --layer_grad_norms asks for them
+    layer_grad_norms: tf.Tensor
 
 
 class StateReader(Protocol):
@@ -118,7 +121,7 @@ class Trainer(abc.ABC):
 
         Args:
           batch: as for train_step.
-          weights: "model".
+          weights: "model", or "ema" for the moving average of the weights.
         """
 
     @abc.abstractmethod

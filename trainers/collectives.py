@@ -24,6 +24,7 @@ check_installed()  # before an import that fails obscurely when TensorFlow has c
 import horovod.tensorflow as hvd  # noqa: E402
 from horovod.tensorflow import mpi_ops  # noqa: E402
 
+HALVES = (tf.bfloat16, tf.float16)
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 AGREE, BROADCAST, BARRIER, DIFFERS = "agree", "broadcast", "barrier", "differs"
 

@@ -22,10 +22,8 @@ def prepare_devices(config: ParallelConfig, local_rank: int = 0, local_size: int
     Raises:
       UserError: this host has GPUs, but fewer than processes.
     """
-    threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_size)
     try:
-        tf.config.threading.set_intra_op_parallelism_threads(threads)
-        tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
+        _set_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_size))
         gpus = tf.config.list_physical_devices("GPU")
         if gpus:
             if len(gpus) < local_size:
@@ -37,5 +35,59 @@ def prepare_devices(config: ParallelConfig, local_rank: int = 0, local_size: int
             tf.config.experimental.set_memory_growth(gpus[local_rank], True)
     except RuntimeError:  # the devices are initialised: an earlier trainer of this process did it
         pass
+    _set_arithmetic(config)
+
+
+def configure_local_devices(config: ParallelConfig, local_size: int = 1) -> None:
+    """Sets up the devices of a process that drives several, without touching one.
+
+    These are GPUs, or on a machine without any, logical CPU devices, which share its threads.
+    What the first call in a process has set stays.
+
+    Args:
+      config: `num_devices` (0: all GPUs, or one CPU device), `num_threads`, `deterministic`.
+      local_size: processes on this host, which share its cores.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    try:
+        _set_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_size))
+        gpus = gpus[: config.num_devices or len(gpus)]
+        tf.config.set_visible_devices(gpus, "GPU")
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        if not gpus:
+            logical = [tf.config.LogicalDeviceConfiguration()] * max(1, config.num_devices)
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            tf.config.set_logical_device_configuration(cpu, logical)
+    except RuntimeError:  # the devices are initialised: an earlier trainer of this process did it
+        pass
+    _set_arithmetic(config)
+
+
+def local_devices(config: ParallelConfig) -> list[str]:
+    """Returns the names of the devices that one process drives.
+
+    Raises:
+      UserError: `num_devices` asks for more than there are.
+    """
+    names = [d.name for kind in ("GPU", "CPU") for d in tf.config.list_logical_devices(kind)]
+    kind = "GPU" if "GPU" in names[0] else "CPU"
+    names = [name for name in names if kind in name]
+    wanted = config.num_devices or (len(names) if kind == "GPU" else 1)
+    if len(names) < wanted:
+        raise UserError(
+            f"--num_devices={wanted}: this process has {len(names)} {kind} device"
+            f"{'s' * (len(names) != 1)}: pass --num_devices={len(names)}."
+        )
+    return names[:wanted]
+
+
+def _set_threads(threads: int) -> None:
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
+
+
+def _set_arithmetic(config: ParallelConfig) -> None:
+    tf.config.experimental.enable_tensor_float_32_execution(config.tf32)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()

@@ -41,8 +41,9 @@ def microbatch(batch: Batch, index: tf.Tensor | int, num_microbatches: int) -> d
     size = batch["tokens"].shape[0] // num_microbatches
     part = {}
     for name, value in batch.items():
-        sliced = value[index * size : (index + 1) * size]
-        part[name] = tf.ensure_shape(sliced, [size, *value.shape[1:]])
+        rest = value.shape[1:]
+        # A slice of constant size: XLA takes no other in a loop.
+        part[name] = tf.slice(value, [index * size, *[0] * len(rest)], [size, *rest])
     return part
 
 
@@ -53,6 +54,7 @@ def batch_gradients(
     step: tf.Tensor,
     num_microbatches: int,
     wrap_tape: Callable[[tf.GradientTape], tf.GradientTape] = lambda tape: tape,
+    loss_scale: tf.Tensor | None = None,
 ) -> tuple[Gradients, BatchSums]:
     """Returns the gradient of this process's summed loss, and the sums by row.
 
@@ -64,6 +66,7 @@ def batch_gradients(
       num_microbatches: forwards; more than one are accumulated in a loop, so that the graph and
         the memory are one microbatch's.
       wrap_tape: makes a reducing tape of a recording one; for one microbatch only.
+      loss_scale: scalar float32 that multiplies the gradients; None means 1.
     """
     sources = list(variables.values())
 
@@ -71,14 +74,15 @@ def batch_gradients(
         tape = tf.GradientTape()
         with tape:
             sums = forward(model, part, step, training=True)
-        return wrap(tape).gradient(sums.loss_sum, sources), sums
+        return wrap(tape).gradient(sums.loss_sum, sources, output_gradients=loss_scale), sums
 
     if num_microbatches == 1:
         gradients, sums = one(batch, wrap_tape)
         return dict(zip(variables, gradients, strict=True)), sums
 
+    size = batch["tokens"].shape[0] // num_microbatches
     rows = tuple(
-        tf.TensorArray(tf.float32, num_microbatches, element_shape=[None]) for _ in range(3)
+        tf.TensorArray(tf.float32, num_microbatches, element_shape=[size]) for _ in range(3)
     )
     zeros = [tf.zeros(source.shape, source.dtype) for source in sources]
 

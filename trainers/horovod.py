@@ -11,7 +11,7 @@ from trainers.collectives import Clock, Engine, Group, distributed_tape
 from trainers.devices import prepare_devices
 from trainers.gradients import BatchSums, Gradients, batch_gradients
 from trainers.replica import ReplicaTrainer
-from trainers.validate import check_data_parallel_only
+from trainers.validate import check_data_parallel_only, check_one_device
 
 FLOAT32_BYTES = 4
 
@@ -23,7 +23,12 @@ def gradient_reduction(config: ParallelConfig) -> str:
       UserError: the tape is asked for where it cannot serve.
     """
     if config.gradient_reduction == "auto":
-        return "tape" if config.microbatches == 1 else "buckets"
+        return "tape" if config.microbatches == 1 and not config.jit_compile else "buckets"
+    if config.gradient_reduction == "tape" and config.jit_compile:
+        raise UserError(
+            "--jit_compile with --gradient_reduction=tape would put Horovod inside a compiled"
+            " function, where it cannot run: use buckets."
+        )
     if config.gradient_reduction == "tape" and config.microbatches > 1:
         raise UserError(
             f"--gradient_reduction=tape reduces once a backward pass, but --microbatches="
@@ -37,6 +42,7 @@ class HorovodTrainer(ReplicaTrainer):
 
     def __init__(self, config: Config) -> None:
         check_data_parallel_only(config)
+        check_one_device(config)
         self.config = config
         self._reduction = gradient_reduction(config.parallel)
         # Horovod starts before TensorFlow touches a device, so that each process can pin its own.
@@ -70,7 +76,7 @@ class HorovodTrainer(ReplicaTrainer):
 
     def _broadcast_state(self) -> None:
         """Gives every rank the variables of rank 0, the model's and the optimizer's."""
-        state = self._variables | self._optimizer.state()
+        state = self._locals[0].state()
 
         @tf.function(autograph=False)
         def broadcast_all() -> None:
@@ -82,17 +88,17 @@ class HorovodTrainer(ReplicaTrainer):
     def _gradients(
         self, batch: Batch, step: tf.Tensor, clock: Clock
     ) -> tuple[Gradients, BatchSums]:
-        microbatches = self.config.parallel.microbatches
         if self._reduction == "tape":
             return batch_gradients(
                 self.model,
                 self._variables,
                 batch,
                 step,
-                microbatches,
+                1,
                 wrap_tape=lambda tape: distributed_tape(tape, clock),
+                loss_scale=self._locals[0].loss_scale.of_the_sum(),
             )
-        gradients, sums = batch_gradients(self.model, self._variables, batch, step, microbatches)
+        gradients, sums = super()._gradients(batch, step, clock)
         reduced: Gradients = {}
         for index, paths in enumerate(self._buckets):
             flat = flatten(gradients, paths)

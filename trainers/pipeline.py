@@ -30,7 +30,7 @@ from trainers.tensor_parallel import TensorParallel
 from trainers.tensor_state import TensorState
 from trainers.tensor_table import shard_table
 from trainers.token_history import TokenHistory, empty_history, extend
-from trainers.validate import check_mesh_fits, derive_microbatch_size, num_chunks
+from trainers.validate import check_mesh_fits, check_one_device, derive_microbatch_size, num_chunks
 
 
 def mesh_groups(mesh: Mesh, is_ring: bool, is_tied: bool) -> list[tuple[str, tuple[int, ...]]]:
@@ -61,6 +61,7 @@ class PipelineTrainer(Trainer):
         self.config = config
         parallel, model = config.parallel, config.model
         check_mesh_fits(config)
+        check_one_device(config)
         # First a world without groups: groups that differ between ranks would hang the start.
         self._engine = Engine(deterministic=parallel.deterministic)
         try:

@@ -1,30 +1,39 @@
 """What strategies share in which every process holds the whole model."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfbig.checkpoint_format import LazyArray, Slice
 from tfbig.config import Config
+from tfbig.loss_scale import LossScale
 from tfbig.model.context import Context
 from tfbig.model.gpt import GPT
-from tfbig.optimizer import Optimizer, decide, squared_norm
+from tfbig.optimizer import Optimizer, decide, squared_norm, squared_norms_by_layer
 from tfbig.variables import variable_rule
 from trainers.base import Batch, StateReader, StepResult, Trainer
 from trainers.collectives import Clock, seconds_in_flight
 from trainers.gradients import BatchSums, Gradients, batch_gradients, forward
+from trainers.token_history import TokenHistory, empty_history, extend
 
 NUM_SIGNALS = 4
 
 
-class TokenHistory(NamedTuple):
-    """A decode cache that keeps the tokens and runs the whole model again for each step."""
+class Local(NamedTuple):
+    """The variables of one replica, on one device."""
 
-    tokens: tf.Tensor  # (R, L) int32
-    length: tf.Tensor  # (R,) int32
+    variables: dict[str, tf.Variable]
+    optimizer: Optimizer
+    loss_scale: LossScale
+
+    def state(self) -> dict[str, tf.Variable]:
+        """Returns weights, slots and scalars by checkpoint path."""
+        return self.variables | self.optimizer.state() | self.loss_scale.state()
 
 
 class ReplicaTrainer(Trainer):
@@ -37,14 +46,12 @@ class ReplicaTrainer(Trainer):
         config = self.config
         self._num_sources = num_sources
         self._vocab_size = vocab_size or config.model.vocab_size
-        self.model = GPT.from_config(
-            config.model, seed=config.run.seed, precision=config.parallel.precision
-        )
-        self._variables = {
+        self.model = self._make_model()
+        variables = {
             path: variable.value for path, variable in self.model.canonical_variables().items()
         }
-        decayed = {path: variable_rule(path).decayed for path in self._variables}
-        self._optimizer = Optimizer(config.optimizer, self._variables, decayed, training)
+        self._locals = self._make_locals(variables, training)
+        self._variables = self._locals[0].variables
         self._intervals: dict[str, tf.Tensor] = {}
         self._train = tf.function(self._train_graph, autograph=False)
         self._evaluate = tf.function(self._evaluate_graph, autograph=False)
@@ -52,12 +59,44 @@ class ReplicaTrainer(Trainer):
 
     # What a strategy adds.
 
+    def _make_model(self) -> GPT:
+        config = self.config
+        return GPT.from_config(
+            config.model, seed=config.run.seed, precision=config.parallel.precision
+        )
+
+    def _make_locals(self, variables: dict[str, tf.Variable], training: bool) -> list[Local]:
+        """Returns the replicas of this process: one, of the model's own variables."""
+        return [self._make_local(variables, training)]
+
+    def _make_local(self, variables: dict[str, tf.Variable], training: bool) -> Local:
+        decayed = {path: variable_rule(path).decayed for path in variables}
+        optimizer = Optimizer(self.config.optimizer, variables, decayed, training)
+        return Local(variables, optimizer, LossScale(self.config))
+
+    def _local(self) -> Local:
+        """Returns the replica that the calling graph is part of."""
+        return self._locals[0]
+
     def _gradients(
         self, batch: Batch, step: tf.Tensor, clock: Clock
     ) -> tuple[Gradients, BatchSums]:
         """Returns gradients summed over all ranks, and this process's sums by row."""
-        microbatches = self.config.parallel.microbatches
-        return batch_gradients(self.model, self._variables, batch, step, microbatches)
+        local, parallel = self._local(), self.config.parallel
+
+        def run(batch: Batch, step: tf.Tensor, loss_scale: tf.Tensor | None):
+            return batch_gradients(
+                self.model,
+                local.variables,
+                batch,
+                step,
+                parallel.microbatches,
+                loss_scale=loss_scale,
+            )
+
+        if parallel.jit_compile:
+            run = tf.function(run, autograph=False, jit_compile=True)
+        return run(batch, step, local.loss_scale.of_the_sum())
 
     def _sum(self, vector: tf.Tensor, clock: Clock) -> tf.Tensor:
         """Returns a vector summed over all ranks."""
@@ -84,30 +123,28 @@ class ReplicaTrainer(Trainer):
     def evaluate_step(
         self, batch: Batch, weights: str = "model"
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        assert weights == "model", weights
-        rows = self._evaluate(dict(batch)).numpy()  # (global batch, 3)
+        rows = self._evaluate(dict(batch), weights).numpy()  # (global batch, 3)
         return rows[:, 0], rows[:, 1], rows[:, 2]
 
     def state_slices(self) -> Iterator[Slice]:
-        for path, variable in (self._variables | self._optimizer.state()).items():
+        for path, variable in self._locals[0].state().items():
             shape = tuple(variable.shape)
             array = LazyArray(shape, variable.dtype.as_numpy_dtype, variable.numpy)
             yield Slice(path, shape, (0,) * len(shape), array, self.rank == 0)
 
     def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:
-        wanted = dict(self._variables)
-        if not weights_only:
-            wanted |= self._optimizer.state()
+        local = self._locals[0]
+        wanted = local.variables if weights_only else local.state()
         missing = [path for path in wanted if not reader.has(path)]
         for path, variable in wanted.items():
             if reader.has(path):
                 variable.assign(reader.read(path))
+        if weights_only:
+            local.optimizer.restart_averages()
         return missing
 
     def new_cache(self, num_rows: int, max_length: int) -> TokenHistory:
-        return TokenHistory(
-            tf.zeros([num_rows, max_length], tf.int32), tf.zeros([num_rows], tf.int32)
-        )
+        return empty_history(num_rows, max_length)
 
     def decode_step(
         self,
@@ -147,8 +184,13 @@ class ReplicaTrainer(Trainer):
         parts = tf.split(totals, [1, 1, count, count, NUM_SIGNALS])
         loss_sum, num_tokens = parts[0][0], parts[1][0]
         config = self.config.optimizer
-        decision = decide(config, squared_norm(gradients), loss_sum, num_tokens, max_loss)
-        self._optimizer.apply(gradients, learning_rate, decision)
+        local = self._local()
+        scale, scale_of_sum = local.loss_scale.value(), local.loss_scale.of_the_sum()
+        decision = decide(
+            config, squared_norm(gradients), loss_sum, num_tokens, max_loss, scale_of_sum
+        )
+        local.optimizer.apply(gradients, learning_rate, decision)
+        local.loss_scale.update(decision.finite)
         seen = tf.range(NUM_SIGNALS) * tf.cast(parts[4] > 0, tf.int32)  # (signals,)
         result = StepResult(
             loss_sum=loss_sum,
@@ -157,10 +199,20 @@ class ReplicaTrainer(Trainer):
             source_num_tokens=parts[3],
             grad_norm=decision.grad_norm,
             applied=decision.applied,
-            loss_scale=tf.constant(1.0),
+            loss_scale=scale,
             signal=tf.reduce_max(seen),
+            layer_grad_norms=self._layer_norms(gradients, num_tokens, scale_of_sum),
         )
         return result, clock.intervals()
+
+    def _layer_norms(
+        self, gradients: Gradients, num_tokens: tf.Tensor, loss_scale: tf.Tensor | None
+    ) -> tf.Tensor:
+        if not self.config.run.layer_grad_norms:
+            return tf.zeros([0])
+        squares = squared_norms_by_layer(gradients, self.config.model.num_layers)
+        norms = tf.math.divide_no_nan(tf.sqrt(squares), tf.cast(num_tokens, tf.float32))
+        return norms if loss_scale is None else norms / loss_scale
 
     def _pack(self, batch: Batch, sums: BatchSums, signal: tf.Tensor) -> tf.Tensor:
         """Returns everything that is summed over ranks, in one float64 vector.
@@ -184,8 +236,15 @@ class ReplicaTrainer(Trainer):
             0,
         )
 
-    def _evaluate_graph(self, batch: Batch) -> tf.Tensor:
-        sums = forward(self.model, batch, tf.constant(0, tf.int64), training=False)
+    def _evaluate_graph(self, batch: Batch, weights: str) -> tf.Tensor:
+        scope = keras.StatelessScope()
+        if weights == "ema":
+            averages = self._local().optimizer.averages()
+            assert averages, "this run keeps no moving average"
+            for path, variable in self.model.canonical_variables().items():
+                scope.add_update((variable, tf.convert_to_tensor(averages[path])))
+        with scope if weights == "ema" else contextlib.nullcontext():
+            sums = forward(self.model, batch, tf.constant(0, tf.int64), training=False)
         return self._gather(tf.stack(sums[1:], axis=1))  # (global batch, 3)
 
     def _decode_graph(
@@ -196,14 +255,8 @@ class ReplicaTrainer(Trainer):
         reset: tf.Tensor,
         cache: TokenHistory,
     ) -> tuple[tf.Tensor, TokenHistory]:
-        history = tf.gather(cache.tokens, source_row)  # (B, L)
-        length = tf.where(reset, 0, tf.gather(cache.length, source_row))  # (B,)
-        num_rows, max_length = history.shape
-        place = tf.range(max_length) - length[:, tf.newaxis]  # (B, L): index into the new tokens
-        is_new = (place >= 0) & (place < num_valid[:, tf.newaxis])
-        new = tf.gather(tokens, tf.clip_by_value(place, 0, tokens.shape[1] - 1), batch_dims=1)
-        history = tf.where(is_new, new, history)
-        length += num_valid
+        cache = extend(cache, tokens, num_valid, source_row, reset)
+        num_rows, max_length = cache.tokens.shape
         context = Context(
             step=tf.constant(0, tf.int64),
             sample_index=tf.range(num_rows, dtype=tf.int64),
@@ -211,9 +264,9 @@ class ReplicaTrainer(Trainer):
             document_ids=None,
             training=False,
         )
-        hidden = self.model.hidden_state(history, context)  # (B, L, D)
-        last = tf.gather(hidden, tf.maximum(length - 1, 0), batch_dims=1)  # (B, D)
+        hidden = self.model.hidden_state(cache.tokens, context)  # (B, L, D)
+        last = tf.gather(hidden, tf.maximum(cache.length - 1, 0), batch_dims=1)  # (B, D)
         logits = self.model.logits(last[:, tf.newaxis])[:, 0]  # (B, V)
         known = tf.range(logits.shape[-1]) < self._vocab_size
         logits = tf.where(known, tf.cast(logits, tf.float32), -np.inf)
-        return logits, TokenHistory(history, length)
+        return logits, cache

@@ -9,7 +9,7 @@ from tfbig.checkpoint_format import LazyArray, Slice
 from trainers.base import StateReader
 from trainers.tensor_table import Shard
 
-OPTIMIZER = "optimizer"
+OPTIMIZER, AVERAGE = "optimizer", "ema"
 
 
 class TensorState:
@@ -84,5 +84,7 @@ class TensorState:
         if path in self._shards:
             return self._shards[path]
         prefix, _, rest = path.partition("/")
+        if prefix == AVERAGE:
+            return self._shards[rest]
         assert prefix == OPTIMIZER, path
         return self._shards.get(rest.partition("/")[2])

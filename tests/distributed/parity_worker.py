@@ -9,6 +9,7 @@ a fault that is put in on purpose.
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from tfbig.checkpoint_format import Slice  # noqa: E402
 from tfbig.config import Config, ModelConfig, replace_fields  # noqa: E402
 from tfbig.model.initialization import initial_value  # noqa: E402
 from trainers.collectives import Clock, Group  # noqa: E402
+from trainers.gradients import microbatch  # noqa: E402
+from trainers.replica import ReplicaTrainer  # noqa: E402
 
 MODEL = {"vocab_size": 61, "max_length": 16, "embed_dim": 32, "num_layers": 2, "num_heads": 4}
 GLOBAL_BATCH, LENGTH, NUM_SOURCES = 12, 16, 3
@@ -63,15 +66,17 @@ def local_batch(trainer, step: int) -> dict[str, tf.Tensor]:
 def break_on_purpose(trainer, fault: str) -> None:
     """Puts a fault in that the comparison must find."""
     if fault == "missing_allreduce":
-        trainer._gradients = lambda batch, step, clock: super(type(trainer), trainer)._gradients(
-            batch, step, clock
+        trainer._gradients = lambda batch, step, clock: ReplicaTrainer._gradients(
+            trainer, batch, step, clock
         )
+    elif fault == "same_rows":  # every replica of a process takes the first one's
+        trainer._part = lambda batch: microbatch(batch, 0, trainer.num_local)
     elif fault == "mean_of_means":
         plain = trainer._gradients
 
         def scaled(batch, step, clock):
             gradients, sums = plain(batch, step, clock)
-            return {path: g / trainer.data_size for path, g in gradients.items()}, sums
+            return {path: g / trainer.num_replicas for path, g in gradients.items()}, sums
 
         trainer._gradients = scaled
     elif fault:
@@ -139,6 +144,8 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
         saw["operations"] = np.array(sorted(set(collectives)) or ["none"])
         saw["num_all_reduces"] = np.array(collectives.count("HorovodAllreduce"))
         saw["spread"] = spread(trainer)
+    if config.parallel.strategy in ("mirrored", "multi_worker"):
+        saw |= placement(trainer)
     timings = trainer.timings()()
     saw["in_flight"] = np.array(sum(timings.values()))
     saw["axes"] = np.array(sorted(timings) or ["none"])
@@ -169,7 +176,7 @@ def first_gradients(trainer) -> list[Slice]:
 
 
 def gather(trainer, folder: Path, slices: Iterable[Slice]) -> dict[str, np.ndarray]:
-    """Returns, on rank 0, whole tensors by path; the writers' slices must tile each exactly once."""
+    """Returns, on rank 0, whole tensors; the writers' slices must tile each exactly once."""
     written, whole = {}, {}
     for part in slices:
         if part.is_writer:
@@ -197,17 +204,44 @@ def gather(trainer, folder: Path, slices: Iterable[Slice]) -> dict[str, np.ndarr
     return whole
 
 
-def operations(trainer) -> list[str]:
-    """Returns the kinds of the training step's collectives, those in branches included."""
-    graph = trainer._train.get_concrete_function(
+def train_graph(trainer):
+    """Returns the graph of the training step."""
+    return trainer._train.get_concrete_function(
         local_batch(trainer, 0),
         tf.TensorSpec([], tf.int64),
         tf.TensorSpec([], tf.float32),
         tf.TensorSpec([], tf.float32),
         tf.TensorSpec([], tf.int32),
     ).graph.as_graph_def()
+
+
+def operations(trainer) -> list[str]:
+    """Returns the kinds of the training step's collectives, those in branches included."""
+    graph = train_graph(trainer)
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
     return [node.op for node in nodes if node.op.startswith("Horovod")]
+
+
+def placement(trainer) -> dict[str, np.ndarray]:
+    """Returns where variables are and where the step's matrix products run, by device."""
+    graph = train_graph(trainer)
+    products = Counter(node.device for node in graph.node if node.op == "MatMul")
+    sums = Counter(node.op for node in graph.node if node.op == "CollectiveReduceV2")
+    first_state = trainer._locals[0].state()
+    names = [sorted({v.device for v in local.state().values()}) for local in trainer._locals]
+    return {
+        "variable_devices": np.array([";".join(devices) for devices in names]),
+        "product_devices": np.array(sorted(products)),
+        "products": np.array([products[device] for device in sorted(products)]),
+        "num_collectives": np.array(sum(sums.values())),
+        "differences": np.array(
+            [
+                max(float(tf.reduce_max(tf.abs(v - other))) for v, other in pairs)
+                for local in trainer._locals
+                for pairs in [zip(local.state().values(), first_state.values(), strict=True)]
+            ]
+        ),
+    }
 
 
 def decode(trainer) -> np.ndarray:

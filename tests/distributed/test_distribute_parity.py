@@ -1,0 +1,202 @@
+"""mirrored and multi_worker train what one device trains; faults put in on purpose are found."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed.launch import REPOSITORY, environment
+from tests.distributed.parity import WORKER, Saw, largest_error, overall_error, run_cases
+
+TOLERANCE = 1e-5
+SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.5, "weight_decay": 0.01}
+ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3}
+DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
+BFLOAT16 = {**SGD, "precision": "bfloat16"}
+CASES = {
+    # name: (fields, model)
+    "sgd": (SGD, DROPOUT),
+    "adamw": (ADAMW, DROPOUT),
+    "untied": (SGD, {**DROPOUT, "tied_head": False}),
+    "bfloat16": (BFLOAT16, DROPOUT),
+}
+# The global batch of 12 is 4 devices x 3 or, accumulated, 2 devices x 2 forwards x 3.
+ACCUMULATED = {
+    "accumulated": ({**SGD, "microbatches": 3}, {**DROPOUT, "tied_head": False}),
+    "accumulated_adamw": ({**ADAMW, "microbatches": 3}, DROPOUT),
+}
+REFERENCE = {"accumulated": "untied", "accumulated_adamw": "adamw"}
+FAULTS = ("missing_allreduce", "mean_of_means")
+
+
+def cases(strategy: dict, names: dict, suffix: str = "") -> list[dict]:
+    return [
+        {"name": f"{name}{suffix}", "fields": {**fields, **strategy}, "model": model}
+        for name, (fields, model) in names.items()
+    ]
+
+
+def faulty(strategy: dict, faults: tuple[str, ...]) -> list[dict]:
+    return [
+        {"name": fault, "fields": {**SGD, **strategy}, "model": DROPOUT, "break": fault}
+        for fault in faults
+    ]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory) -> dict[str, Saw]:
+    names = CASES | ACCUMULATED
+    folder = tmp_path_factory.mktemp("single")
+    return run_cases(folder, 1, cases({"strategy": "single"}, names), 1200)
+
+
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory) -> dict[str, Saw]:
+    """All cases of one process, by name and number of devices; the most devices come first."""
+    all_cases = []
+    for num_devices in (4, 2):
+        strategy = {"strategy": "mirrored", "num_devices": num_devices}
+        names = CASES if num_devices == 4 else CASES | ACCUMULATED
+        if num_devices == 4:
+            names = CASES | {"accumulated": ACCUMULATED["accumulated"]}
+        all_cases += cases(strategy, names, f"_{num_devices}")
+    two = {"strategy": "mirrored", "num_devices": 2}
+    all_cases += faulty(two, (*FAULTS, "same_rows"))
+    return run_cases(tmp_path_factory.mktemp("mirrored"), 1, all_cases, 1500)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def run_cluster(arguments: list[str], num_processes: int, timeout: float) -> None:
+    """Runs `python ARGUMENTS` in each process of a cluster that TF_CONFIG describes."""
+    workers = [f"127.0.0.1:{port}" for port in free_ports(num_processes)]
+    processes = []
+    for index in range(num_processes):
+        place = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=REPOSITORY,
+                env=environment({"TF_CONFIG": json.dumps(place)}),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+
+
+@pytest.fixture(scope="module")
+def multi_worker(tmp_path_factory) -> dict[str, Saw]:
+    """All cases of two processes, in one launch."""
+    strategy = {"strategy": "multi_worker"}
+    all_cases = [*cases(strategy, CASES | ACCUMULATED, "_2"), *faulty(strategy, FAULTS)]
+    folder: Path = tmp_path_factory.mktemp("multi_worker")
+    run_cluster([WORKER, str(folder), json.dumps(all_cases)], 2, 1500)
+    return {case["name"]: dict(np.load(folder / f"{case['name']}.npz")) for case in all_cases}
+
+
+def check_equal(result: Saw, single: dict[str, Saw], name: str) -> None:
+    reference = single[name]
+    np.testing.assert_allclose(result["losses"], reference["losses"], rtol=TOLERANCE)
+    error, path = largest_error(result, reference, "gradient/")
+    assert error < TOLERANCE, path
+    if "adamw" not in name:  # under Adam, weights whose true gradient is zero drift by noise
+        error, path = largest_error(result, reference, "state/")
+        assert error < TOLERANCE, path
+    for step in range(3):
+        np.testing.assert_allclose(
+            result[f"sources/{step}"], reference[f"sources/{step}"], rtol=TOLERANCE
+        )
+    np.testing.assert_allclose(result["evaluation"], reference["evaluation"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(result["decoded"], reference["decoded"], rtol=1e-3, atol=1e-4)
+
+
+FLOAT32 = [name for name in CASES if name != "bfloat16"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [*FLOAT32, *ACCUMULATED])
+def test_mirrored_equals_single(mirrored, single, name):
+    for num_devices in (4, 2):
+        if f"{name}_{num_devices}" in mirrored:
+            check_equal(mirrored[f"{name}_{num_devices}"], single, name)
+    assert f"{name}_2" in mirrored
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [*FLOAT32, *ACCUMULATED])
+def test_multi_worker_equals_single(multi_worker, single, name):
+    check_equal(multi_worker[f"{name}_2"], single, name)
+
+
+@pytest.mark.distributed
+def test_accumulation_equals_the_large_batch(single):
+    for name, reference in REFERENCE.items():
+        check_equal(single[name], single, reference)
+
+
+@pytest.mark.distributed
+def test_bfloat16_errs_at_most_twice_as_much_as_on_one_device(single, mirrored, multi_worker):
+    exact = single["sgd"]
+    for prefix in ("gradient/", "state/"):
+        allowed = 2 * overall_error(single["bfloat16"], exact, prefix)
+        assert 1e-4 < allowed < 0.2, "bfloat16 is really used, and works"
+        for saw in (mirrored["bfloat16_4"], mirrored["bfloat16_2"], multi_worker["bfloat16_2"]):
+            assert overall_error(saw, exact, prefix) < allowed
+
+
+@pytest.mark.distributed
+def test_every_device_holds_a_replica_and_does_its_share(mirrored, multi_worker):
+    for name, saw in mirrored.items():
+        if name in (*FAULTS, "same_rows"):
+            continue
+        num_devices = int(name[-1])
+        devices = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(num_devices)]
+        assert saw["variable_devices"].tolist() == devices
+        if "accumulated" not in name:  # there they stand in a loop's body, inside the device's
+            assert saw["product_devices"].tolist() == devices
+            assert len(set(saw["products"])) == 1, "every device makes as many matrix products"
+        assert saw["differences"].max() == 0, "replicas hold different values"
+        assert saw["size"] == 1 and saw["in_flight"] > 0
+    for name, saw in multi_worker.items():
+        assert saw["size"] == 2 and saw["ranks"] == 11 and set(saw["signals"]) == {1}
+        assert saw["num_collectives"] >= (1 if name == "missing_allreduce" else 2)
+        assert saw["variable_devices"].tolist() == ["/job:worker/replica:0/task:0/device:CPU:0"]
+        if name not in FAULTS:
+            assert saw["spread"] == 0, "ranks hold different weights"
+
+
+@pytest.mark.distributed
+def test_faults_are_found(mirrored, multi_worker, single):
+    for saw, faults in ((mirrored, (*FAULTS, "same_rows")), (multi_worker, FAULTS)):
+        for fault in faults:
+            error, _ = largest_error(saw[fault], single["sgd"], "gradient/")
+            assert error > 0.1, fault
+            error, _ = largest_error(saw[fault], single["sgd"], "state/")
+            assert error > 100 * TOLERANCE, fault
