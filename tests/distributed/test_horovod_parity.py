@@ -10,7 +10,9 @@ from tests.distributed.launch import horovodrun, run
 
 WORKER = "tests/distributed/parity_worker.py"
 TOLERANCE = 1e-5
-SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.5, "weight_decay": 0.01}
+# No clipping: a gradient that is clipped to a norm hides a wrong scale.
+SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.0, "weight_decay": 0.01}
+CLIPPED = {**SGD, "clip_norm": 0.5}
 ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3}
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
 UNTIED = {"tied_head": False}
@@ -22,12 +24,11 @@ WIDE = {"embed_dim": 256, "num_heads": 4}
 CASES = {
     # name: (fields beside strategy's, model, strategies under horovodrun)
     "sgd": (SGD, {}, {"tape": TAPE, "buckets": BUCKETS}),
-    "adamw": (ADAMW, {}, {"tape": TAPE, "buckets": BUCKETS}),
-    "dropout": (SGD, DROPOUT, {"tape": TAPE}),
-    "untied": (SGD, UNTIED, {"buckets": BUCKETS}),
+    "adamw": (ADAMW, UNTIED, {"tape": TAPE}),
     "wide": (SGD, WIDE, {"buckets": BUCKETS}),
-    "accumulated": (SGD, DROPOUT, {"buckets": {"strategy": "horovod", "microbatches": 2}}),
+    "accumulated": (CLIPPED, DROPOUT, {"buckets": {"strategy": "horovod", "microbatches": 2}}),
 }
+ALSO_ON_3 = ("sgd",)
 FAULTS = ("missing_allreduce", "mean_of_means")
 
 
@@ -43,6 +44,7 @@ def horovod_cases(num_processes: int) -> list[dict]:
         {"name": f"{name}_{kind}", "fields": {**fields, **extra}, "model": model}
         for name, (fields, model, kinds) in CASES.items()
         for kind, extra in kinds.items()
+        if num_processes == 2 or name in ALSO_ON_3
     ]
     if num_processes == 2:
         cases += [{"name": fault, "fields": {**SGD, **BUCKETS}, "break": fault} for fault in FAULTS]
@@ -78,10 +80,12 @@ def largest_error(a: dict, b: dict, prefix: str) -> tuple[float, str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_processes", [2, 3])
-@pytest.mark.parametrize("case", [(n, k) for n, (_, _, kinds) in CASES.items() for k in kinds])
-def test_horovod_equals_single(saw, num_processes, case):
-    name, kind = case
+@pytest.mark.parametrize(
+    "num_processes, name, kind",
+    [(2, n, k) for n, (_, _, kinds) in CASES.items() for k in kinds]
+    + [(3, n, k) for n in ALSO_ON_3 for k in CASES[n][2]],
+)
+def test_horovod_equals_single(saw, num_processes, name, kind):
     result, reference = saw[num_processes, f"{name}_{kind}"], saw[1, name]
     np.testing.assert_allclose(result["losses"], reference["losses"], rtol=TOLERANCE)
     error, path = largest_error(result, reference, "gradient/")
@@ -128,4 +132,5 @@ def test_faults_are_found(saw, fault):
 
 @pytest.mark.distributed
 def test_dropout_is_really_on(saw):
-    assert not np.allclose(saw[1, "dropout"]["losses"], saw[1, "sgd"]["losses"], rtol=1e-3)
+    first = [saw[1, name]["losses"][0] for name in ("accumulated", "sgd")]
+    assert abs(first[0] - first[1]) > 1e-4 * first[1]
