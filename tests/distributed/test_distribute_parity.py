@@ -15,7 +15,8 @@ from tests.distributed.launch import REPOSITORY, environment
 from tests.distributed.parity import WORKER, Saw, largest_error, overall_error, run_cases
 
 TOLERANCE = 1e-5
-SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.5, "weight_decay": 0.01}
+# No clipping: a gradient that is clipped to a norm hides a wrong scale.
+SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.0, "weight_decay": 0.01}
 ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3}
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
 BFLOAT16 = {**SGD, "precision": "bfloat16"}
