@@ -35,7 +35,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 class TestEdits:
     def test_all_cures_are_there(self):
-        assert {edit.letter for edit in EDITS} == set("abcdefghij")
+        assert {edit.letter for edit in EDITS} == set("abcdefghijk")
         assert sum(edit.letter == "c" for edit in EDITS) == 11
 
     @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: f"{edit.letter}-{edit.path}")
@@ -388,6 +388,11 @@ class TestTwoProcesses:
 
     def test_peer_death_is_an_exception(self, two_processes):
         assert "shut down" in str(seen(two_processes, "death"))
+
+    def test_horovodrun_reports_a_failed_rank_in_one_line(self, two_processes):
+        output = two_processes[1]
+        assert "Traceback" not in output
+        assert re.search(r"^horovodrun: .*Process name: 1 Exit code: 137$", output, re.MULTILINE)
 
 
 def test_self_test_fails_without_the_library(monkeypatch: pytest.MonkeyPatch):
