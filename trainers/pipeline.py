@@ -4,6 +4,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -162,10 +163,10 @@ class PipelineTrainer(Trainer):
         links = {place: Link(group, dtype) for place, group in self._pairs.items()}
         self._stepper = Stepper(self._chunks, links)
         self._program = self._training_program()
-        self._forward_programs = {}
+        self._forward_programs: dict[int, Any] = {}
         self._share = tf.function(self._share_graph, autograph=False)
         self._extend = tf.function(extend, autograph=False)
-        self._intervals = []
+        self._intervals: list[Any] = []
 
     def _training_program(self):
         parallel = self.config.parallel

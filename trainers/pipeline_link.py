@@ -36,7 +36,8 @@ class Link:
           receives: whether it sends something.
           shape: (b, T, D) of every message.
         """
-        key = (send is not None, receives, *shape)
+        rows, length, width = shape
+        key = (send is not None, receives, rows, length, width)
         if key not in self._functions:
             self._functions[key] = self._make(*key)
         nothing = tf.zeros([0, shape[2]], self._dtype) if send is None else send

@@ -19,7 +19,9 @@ def causal_attention(
     """Returns softmax(q k^T / sqrt(head_dim)) v, each position seeing itself and what precedes.
 
     Args:
-      query, key, value: (B, T, H, head_dim), in the compute dtype.
+      query: (B, T, H, head_dim), in the compute dtype.
+      key: as query.
+      value: as query.
       document_ids: (B, T) int32 or None; positions see their own document only.
       dropout_keys: (B,) uint32 from `sample_keys`, or None for no dropout.
       dropout_rate: share of attention weights that is dropped.

@@ -61,9 +61,7 @@ def keep_mask(keys: tf.Tensor, element_index: tf.Tensor, rate: float) -> tf.Tens
     ) >= tf.constant(int(rate * (1 << 31)), tf.int32)
 
 
-def dropout(
-    x: tf.Tensor, keys: tf.Tensor, rate: float, first_position: int = 0
-) -> tf.Tensor:
+def dropout(x: tf.Tensor, keys: tf.Tensor, rate: float, first_position: int = 0) -> tf.Tensor:
     """Drops elements of a (B, T, D) tensor and scales the rest by 1/(1 - rate).
 
     Args:

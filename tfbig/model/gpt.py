@@ -210,7 +210,7 @@ class GPT(keras.Model):
     def embed(self, tokens: tf.Tensor, context: Context | None = None) -> tf.Tensor:
         """Returns the hidden state (B, T, D) that enters the first block."""
         context = context or self._own_context(tokens, training=False)
-        assert self.has_embedding, "this stage has no embedding"
+        assert self.embedding_layer is not None and self.has_embedding, "no embedding here"
         hidden = self.embedding_layer(tokens, context.position)
         rate = self.config.embedding_dropout
         if not context.training or rate == 0.0:
