@@ -1,5 +1,6 @@
 """What every entry point shares: exit codes, one-line errors, a quiet start of TensorFlow."""
 
+import json
 import os
 import sys
 import time
@@ -21,7 +22,12 @@ def launched_rank() -> int:
     for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
-    return 0
+    try:  # a damaged TF_CONFIG is complained about where it is used
+        config = json.loads(os.environ.get("TF_CONFIG") or "{}")
+        has_chief = config["task"]["type"] == "worker" and "chief" in config["cluster"]
+        return int(config["task"]["index"]) + has_chief
+    except (ValueError, TypeError, KeyError):
+        return 0
 
 
 def quiet_tensorflow() -> None:

@@ -66,6 +66,7 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
     for global_batch in {config.run.global_batch, schedule.global_batch(config.run, 0)}:
         derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
     data = open_data(config, trainer)
+    initial = open_initial(config)
 
     # Run folder and the checkpoint to go on from.
     folder = open_run_folder(config, trainer)
@@ -76,8 +77,8 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
     # Model, optimizer, state.
     trainer.build(True, len(data.sources), data.vocab_size)
     progress = keeper.load(reader) if reader is not None else Progress(0, 0)
-    if reader is None and config.run.init_from:
-        initialise_from(config.run.init_from, trainer)
+    if reader is None and initial is not None:
+        initialise_from(initial, trainer)
 
     # What is fed, measured and watched.
     segments = schedule.batch_segments(config.run, *progress)
@@ -199,13 +200,36 @@ def open_run_folder(config: Config, trainer: Any) -> RunFolder:
     return folder
 
 
-def initialise_from(path: str, trainer: Any) -> None:
-    """Fills the weights from another run's checkpoint folder; the optimizer stays fresh."""
-    from tfbig.checkpoint_reader import CheckpointReader
+def open_initial(config: Config) -> Any:
+    """Returns the reader of the checkpoint that the weights start from, or None.
 
-    missing = trainer.load_state(CheckpointReader(path), weights_only=True)
+    Raises:
+      UserError: it is no checkpoint, or of a model with other shapes.
+    """
+    from tfbig.checkpoint_reader import CheckpointReader
+    from tfbig.variables import variable_specs
+
+    if not config.run.init_from:
+        return None
+    reader = CheckpointReader(config.run.init_from)
+    for spec in variable_specs(config.model):
+        if reader.has(spec.path) and reader.shape(spec.path) != spec.shape:
+            raise UserError(
+                f"--init_from={config.run.init_from} has {spec.path} of shape "
+                f"{reader.shape(spec.path)}, this model {spec.shape}: give the model that "
+                "checkpoint's sizes."
+            )
+    return reader
+
+
+def initialise_from(reader: Any, trainer: Any) -> None:
+    """Fills the weights from another run's checkpoint; the optimizer stays fresh."""
+    missing = trainer.load_state(reader, weights_only=True)
     if missing and trainer.rank == 0:
-        print(f"{path} lacks {', '.join(missing)}: they keep their initial values", flush=True)
+        print(
+            f"{reader.directory} lacks {', '.join(missing)}: they keep their initial values",
+            flush=True,
+        )
 
 
 def introduce(

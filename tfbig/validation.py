@@ -38,8 +38,9 @@ def problems(config: Config) -> Iterator[str]:
 def _at_least(section: object, minimum: float, *names: str) -> Iterator[str]:
     for name in names:
         value = getattr(section, name)
-        if not value >= minimum:
-            yield f"--{name}={value} must be at least {minimum:g}."
+        if not minimum <= value < math.inf:
+            finite = " and finite" if value == math.inf else ""
+            yield f"--{name}={value} must be at least {minimum:g}{finite}."
 
 
 def _between(section: object, low: float, high: float, *names: str) -> Iterator[str]:
@@ -56,22 +57,33 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     )
     yield from _at_least(model, 0, "head_dim", "feed_forward_dim", "init_std", "residual_init_std")
     yield from _between(model, 0, 1, "dropout", "attention_dropout", "embedding_dropout")
-    if not model.norm_epsilon > 0:
-        yield f"--norm_epsilon={model.norm_epsilon} must be above 0."
+    if not 0 < model.norm_epsilon < math.inf:
+        yield f"--norm_epsilon={model.norm_epsilon} must be above 0 and finite."
     heads, width = model.num_heads, model.embed_dim
     if model.head_dim == 0 and heads >= 1 and width % heads != 0:
-        near = [n for n in range(1, width + 1) if width % n == 0]
-        near = sorted(near, key=lambda n: abs(n - heads))[:2]
         yield (
             f"--num_heads={heads} does not divide --embed_dim={width} ({width} = "
-            f"{heads} x {width // heads} + {width % heads}): take {near[0]} heads, or give "
-            "--head_dim."
+            f"{heads} x {width // heads} + {width % heads}): take {_near_divisor(width, heads)} "
+            "heads, or give --head_dim."
         )
     yield from _position_problems(model)
     if model.parallel_residual and model.norm_order == "post":
         yield "--parallel_residual needs --norm_order=pre: its sublayers share one residual sum."
     if model.tied_head and model.head_bias:
         yield "--head_bias needs an untied head: add --notied_head."
+
+
+def _near_divisor(number: int, wanted: int) -> int:
+    """Returns the divisor of `number` that is nearest to `wanted`, looking not too far.
+
+    >>> _near_divisor(128, 12)
+    16
+    """
+    for distance in range(1, 10_000):
+        for candidate in (wanted - distance, wanted + distance):
+            if 0 < candidate <= number and number % candidate == 0:
+                return candidate
+    return 1
 
 
 def _position_problems(model: ModelConfig) -> Iterator[str]:
@@ -97,8 +109,8 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
         yield (
             f"--initial_loss_scale={optimizer.initial_loss_scale} must lie between 2^-24 and 2^24."
         )
-    if not optimizer.epsilon > 0:
-        yield f"--epsilon={optimizer.epsilon} must be above 0."
+    if not 0 < optimizer.epsilon < math.inf:
+        yield f"--epsilon={optimizer.epsilon} must be above 0 and finite."
     if not 0 <= optimizer.learning_rate_floor <= 1:
         yield (
             f"--learning_rate_floor={optimizer.learning_rate_floor} is a fraction of the peak: "

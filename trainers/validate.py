@@ -96,6 +96,16 @@ def _check_pipeline(config: Config) -> None:
         raise UserError(f"--memory_weight={parallel.memory_weight} must lie between 0 and 1.")
 
 
+def _largest_divisor(number: int, limit: int) -> int:
+    """Returns the largest divisor up to `limit`, or 1 where the search would be long.
+
+    >>> _largest_divisor(12, 5)
+    4
+    """
+    first = min(number, limit)
+    return next((d for d in range(first, max(0, first - 10_000), -1) if number % d == 0), 1)
+
+
 def _check_tensor(config: Config) -> None:
     model, degree = config.model, config.parallel.tensor_parallel_degree
     for name, length in (
@@ -103,11 +113,10 @@ def _check_tensor(config: Config) -> None:
         ("--feed_forward_dim", model.hidden_dim),
     ):
         if length % degree:
-            divisors = [d for d in range(1, degree) if length % d == 0]
             raise UserError(
                 f"--tensor_parallel_degree={degree} does not divide {name}={length}"
                 f" ({length} = {degree} x {length // degree} + {length % degree}): take"
-                f" {divisors[-1]} or another size."
+                f" {_largest_divisor(length, degree)} or another size."
             )
     if config.parallel.jit_compile and degree > 1:
         raise UserError(
