@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -57,3 +58,22 @@ def small_flags(small_data) -> list[str]:
         "--decay_steps=20",
         "--log_every=1",
     ]
+
+
+_START = time.monotonic()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts tests that start several processes last: a mistake in one process shows first."""
+    items.sort(key=lambda item: item.get_closest_marker("distributed") is not None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips, and says so, what comes after a limit that a machine of ours sets for all tests.
+
+    TFBIG_TEST_MINUTES: minutes after which no further test with several processes begins.
+    """
+    minutes = float(os.environ.get("TFBIG_TEST_MINUTES", "0"))
+    late = minutes and time.monotonic() - _START > 60 * minutes
+    if late and item.get_closest_marker("distributed"):
+        pytest.skip(f"the {minutes:g} minutes of TFBIG_TEST_MINUTES are over")
