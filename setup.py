@@ -20,10 +20,12 @@ setup(
     install_requires=[
         "absl-py>=2.1",
         "google-crc32c>=1.6",
+        "importlib-resources",  # tensorflow-datasets' builders need it and don't say so
         "keras>=3.12,<3.16",  # 3.12 is the last one for Python 3.10
         "numpy>=2.0,<3",
         "orjson>=3.10",
         "packaging",
+        "plotly>=6",
         "psutil>=5.9",
         "rich>=13",
         "safetensors>=0.5",
@@ -42,6 +44,9 @@ setup(
         "serve": ["starlette>=0.40", "uvicorn>=0.30"],
         # ruff's formatting and findings change with its versions
         "test": ["hypothesis>=6.100", "mypy>=1.15,<3", "pytest>=8,<10", "ruff>=0.12,<0.18"],
+        "parquet": ["pyarrow>=17"],
+        "gigatoken": ["gigatoken>=0.10,<0.11"],
+        "dedup": ["rensa>=0.5,<0.6"],
         "interop": ["torch>=2.4", "transformers>=4.48"],
     },
     entry_points={"console_scripts": ["tfbig = tfbig.__main__:main"]},

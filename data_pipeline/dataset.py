@@ -9,6 +9,12 @@ from typing import Any
 import numpy as np
 
 from data_pipeline import manifest
+from data_pipeline.feeding import (
+    Batch,
+    PlacesAhead,
+    batches_together,
+    make_dataset,
+)
 from data_pipeline.order import DataOrder, Place
 from data_pipeline.shards import DOCUMENT_IDS, LOSS_MASK, TOKENS, ShardReader
 from data_pipeline.tokenizer import Tokenizer
@@ -16,10 +22,8 @@ from tfbig.durable_file import digest_file
 from tfbig.errors import UserError
 
 SAMPLE_INDEX, SOURCE_INDEX = "sample_index", "source_index"
-_PREFETCHED_BATCHES = 4
-_SAMPLES_AHEAD = 1 << 14  # whose places are computed at once: a small call costs mostly overhead
-
-Batch = dict[str, np.ndarray]
+# Processes that share a split's rows: with few, each reads whole blocks ahead, with more, rows.
+_FEW_PROCESSES = 4
 
 
 class _Split:
@@ -47,6 +51,18 @@ class _Split:
             for shard in shards
         ]
 
+    def read_ahead(self, place: Place, whole_blocks: bool) -> None:
+        """Has the kernel read the samples at `place` in the background.
+
+        Args:
+          place: of samples that will be read soon.
+          whole_blocks: whether the order's blocks are read, which few large reads do.
+        """
+        unit = self.order.block_rows if whole_blocks else 1
+        for index in np.unique(place.shard):
+            units = np.unique(place.row[place.shard == index] // unit)
+            self._readers[index].read_ahead(units * unit, unit)
+
     def read(self, name: str, place: Place, dtype: type) -> np.ndarray:
         """Returns one feature of the samples at `place`: (n, length) of `dtype`."""
         if len(self._readers) == 1:
@@ -60,31 +76,6 @@ class _Split:
             result[chosen] = values
         assert result is not None
         return result
-
-
-class _PlacesAhead:
-    """Positions and places of one process's samples, computed for many steps at a time.
-
-    It remembers and nothing else: what it says of a step depends on no other call.
-    """
-
-    def __init__(self, order: DataOrder, seed: int, first: int, local: int, stride: int) -> None:
-        self._order, self._seed = order, seed
-        self._first, self._local, self._stride = first, local, stride
-        self._num_steps = max(1, _SAMPLES_AHEAD // local)
-        self._known: tuple[int, np.ndarray, Place] | None = None
-
-    def of_step(self, step: int) -> tuple[Place, np.ndarray]:
-        """Returns the places and the positions of a step's samples."""
-        block, number = divmod(step, self._num_steps)
-        known = self._known
-        if known is None or known[0] != block:
-            steps = block * self._num_steps + np.arange(self._num_steps, dtype=np.int64)
-            starts = self._first + steps * self._stride
-            positions = (starts[:, None] + np.arange(self._local)).ravel()  # (steps * local,)
-            known = self._known = block, positions, self._order.locate(positions, self._seed)
-        chosen = slice(number * self._local, (number + 1) * self._local)
-        return Place(*(values[chosen] for values in known[2])), known[1][chosen]
 
 
 class TokenData:
@@ -144,6 +135,25 @@ class TokenData:
         if vocab_size is not None:
             _check_vocabulary(folder, found.contents, vocab_size)
         return cls(folder, found)
+
+    def identity(self, consumed_samples: int) -> dict[str, str]:
+        """Returns what names the data of a run that has consumed so many samples.
+
+        Segments that begin later, and sources they add, leave it as it is.
+
+        Args:
+          consumed_samples: of the run.
+        """
+        return {
+            "manifest_sha256": self.manifest_sha256,
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "mixture_sha256": manifest.mixture_identity(self._contents, consumed_samples),
+        }
+
+    @property
+    def contents(self) -> Mapping[str, Any]:
+        """The folder's manifest."""
+        return self._contents
 
     @property
     def tokenizer_path(self) -> Path:
@@ -230,6 +240,7 @@ class TokenData:
         data_rank: int = 0,
         data_size: int = 1,
         seed: int = 0,
+        data_workers: int = 1,
     ) -> Any:
         """Returns a tf.data.Dataset of this process's slices of the next global batches.
 
@@ -244,6 +255,7 @@ class TokenData:
           data_rank: which slice.
           data_size: number of slices.
           seed: of the run.
+          data_workers: threads that read at the same time; more help where reading waits.
 
         Raises:
           UserError: global_batch does not divide, or there is nothing to train on.
@@ -251,14 +263,21 @@ class TokenData:
         if not self.num_rows("train"):
             raise UserError(f"{self.folder} has no train split.")
         local = _local_batch(global_batch, data_size)
-        order = self._open_splits["train"].order
-        first = start_sample + data_rank * local
-        ahead = _PlacesAhead(order, seed, first, local, global_batch)
+        split = self._open_splits["train"]
+        whole_blocks = data_size <= _FEW_PROCESSES
+        ahead = PlacesAhead(
+            split.order,
+            seed,
+            start_sample + data_rank * local,
+            local,
+            global_batch,
+            lambda place: split.read_ahead(place, whole_blocks),
+        )
 
-        def read(step: np.ndarray) -> Batch:
-            return self._gather("train", *ahead.of_step(int(step)))
+        def read(first: int, count: int) -> Batch:
+            return self._gather("train", *ahead.of_steps(first, count))
 
-        return self._dataset(read, num_steps, local)
+        return self._dataset(read, num_steps, local, data_workers)
 
     def evaluation_batches(
         self, split: str, global_batch: int, data_rank: int = 0, data_size: int = 1
@@ -279,43 +298,40 @@ class TokenData:
         """
         local = _local_batch(global_batch, data_size)
 
-        def read(step: np.ndarray) -> Batch:
-            first = int(step) * global_batch + data_rank * local
-            return self.rows_in_order(split, first + np.arange(local, dtype=np.int64))
+        def read(first: int, count: int) -> Batch:
+            starts = (first + np.arange(count, dtype=np.int64)) * global_batch + data_rank * local
+            positions = (starts[:, None] + np.arange(local)).ravel()  # (count * local,)
+            return self.rows_in_order(split, positions)
 
-        return self._dataset(read, -(-self.num_rows(split) // global_batch), local)
+        num_steps = -(-self.num_rows(split) // global_batch)
+        return self._dataset(read, num_steps, local, 1, always_masked=True)
 
-    def _dataset(self, read: Callable[[np.ndarray], Batch], num_steps: int, local: int) -> Any:
-        """Returns range -> one gather per batch -> prefetch, with static shapes."""
+    def _dataset(
+        self,
+        read: Callable[[int, int], Batch],
+        num_steps: int,
+        local: int,
+        num_threads: int,
+        always_masked: bool = False,
+    ) -> Any:
+        """Returns range -> gather -> prefetch; a mask of ones is one tensor for all batches."""
         import tensorflow as tf
 
-        length = self.sequence_length
+        length, stored = self.sequence_length, self._contents["features"]
         signature = {
             TOKENS: (tf.int32, (local, length + 1)),
             SAMPLE_INDEX: (tf.int64, (local,)),
             SOURCE_INDEX: (tf.int32, (local,)),
-            LOSS_MASK: (tf.uint8, (local, length)),
         }
-        if DOCUMENT_IDS in self._contents["features"]:
+        constants = {}
+        if always_masked or LOSS_MASK in stored:
+            signature[LOSS_MASK] = (tf.uint8, (local, length))
+        else:
+            constants[LOSS_MASK] = tf.ones((local, length), tf.uint8)
+        if DOCUMENT_IDS in stored:
             signature[DOCUMENT_IDS] = (tf.int32, (local, length + 1))
-
-        def gather(step: Any) -> dict[str, Any]:
-            values = tf.numpy_function(
-                lambda number: tuple(read(number)[name] for name in names),
-                [step],
-                [dtype for dtype, _ in signature.values()],
-            )
-            batch = dict(zip(names, values, strict=True))
-            for name, (_, shape) in signature.items():
-                batch[name].set_shape(shape)
-            return batch
-
-        names = tuple(signature)
-        dataset = tf.data.Dataset.range(num_steps).map(gather)
-        options = tf.data.Options()
-        options.deterministic = True
-        options.autotune.enabled = False
-        return dataset.prefetch(_PREFETCHED_BATCHES).with_options(options)
+        together = batches_together(4 * (length + 1), local)
+        return make_dataset(read, signature, constants, num_steps, together, num_threads)
 
 
 def _local_batch(global_batch: int, data_size: int) -> int:

@@ -23,7 +23,12 @@ DATASET_VERSION = "1.0.0"
 
 
 class Manifest(NamedTuple):
-    """A manifest as it was read."""
+    """A manifest as it was read.
+
+    Attributes:
+      contents: the file, sources that were added later merged in.
+      sha256: of what it was when it was made: later segments and sources leave it as it is.
+    """
 
     contents: dict[str, Any]
     sha256: str
@@ -71,7 +76,49 @@ def read(folder: Path) -> Manifest:
             f"{folder} is of data format {version}, order {order}; this tfbig reads format "
             f"{FORMAT_VERSION}, order {ORDER_VERSION}: use the tfbig that made it, or prepare anew."
         )
-    return Manifest(contents, sha256(data).hexdigest())
+    made_as = identity(contents)
+    return Manifest(_with_additions(contents), made_as)
+
+
+def identity(contents: Mapping[str, Any]) -> str:
+    """Returns the hash of a manifest without what was appended to it later."""
+    first = {name: value for name, value in contents.items() if name != "additions"}
+    first["mixture"] = contents["mixture"][:1] if contents.get("mixture") else []
+    data = json.dumps(first, sort_keys=True, ensure_ascii=False).encode()
+    return sha256(data).hexdigest()
+
+
+def mixture_identity(contents: Mapping[str, Any], consumed_samples: int) -> str:
+    """Returns the hash of the segments that a run has begun to consume.
+
+    Args:
+      contents: of a manifest.
+      consumed_samples: of the run.
+    """
+    begun = [s for s in contents["mixture"] if s["first_sample"] < max(1, consumed_samples)]
+    return sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()
+
+
+def read_as_written(folder: Path) -> dict[str, Any]:
+    """Returns the contents of a folder's manifest as the file has them, for appending to it.
+
+    Raises:
+      UserError: as `read` does.
+    """
+    read(folder)
+    return json.loads((folder / MANIFEST).read_bytes())
+
+
+def _with_additions(contents: dict[str, Any]) -> dict[str, Any]:
+    """Returns a manifest whose sources and train shards include those that were added."""
+    for addition in contents.get("additions", []):
+        contents["sources"] = [*contents["sources"], *addition["sources"]]
+        train = contents["splits"]["train"]
+        train["sources"] |= addition["split"]["sources"]
+        for name in ("rows", "bytes"):
+            train[name] += addition["split"][name]
+        train["shards"] = [*train["shards"], *addition["split"]["shards"]]
+    return contents
 
 
 def write(folder: Path, contents: Mapping[str, Any]) -> None:

@@ -84,6 +84,10 @@ class DataOrder:
       names: of the sources, by index.
       mixture: the manifest's segments; None means one, of weight 1 for every source.
       block_rows: rows of a block.
+
+    Attributes:
+      num_rows: of all shards.
+      schedule: of the mixture.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class DataOrder:
         # A source's shards, and its rows up to the end of each.
         self._shards = [np.flatnonzero(sources == index) for index in range(len(names))]
         self._shard_ends = [np.cumsum(rows[shards]) for shards in self._shards]
+        self.block_rows = block_rows
         self._orders = [RowOrder(int(count), block_rows) for count in self._source_rows]
         self._names = tuple(names)
         segments = mixture or [{"first_sample": 0, "weights": dict.fromkeys(names, 1.0)}]

@@ -15,6 +15,7 @@ from typing import Any
 from data_pipeline import manifest
 from data_pipeline.building import building, finish_building
 from data_pipeline.encoders import TokenEncoder
+from data_pipeline.estimating import estimate
 from data_pipeline.input_files import InputFile, RecordFormat, check_local, find_inputs
 from data_pipeline.plan import Plan
 from data_pipeline.stages import Stages
@@ -74,6 +75,12 @@ def prepare(config: PrepareConfig, say: Say | None = None) -> Path:
     folder = Path(
         config.data or default_folder(config.source, config.vocab_size, config.sequence_length)
     )
+    if config.dry_run:
+        inputs, corpus = inputs_of(config, folder)
+        if corpus:
+            raise UserError("--dry_run estimates files; stdlib takes half a minute anyway.")
+        estimate(config, inputs, config.workers or num_cores(), say)
+        return folder
     try:
         if manifest.exists(folder):
             _check_same(folder, settings)

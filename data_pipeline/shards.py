@@ -4,6 +4,7 @@ Each record is one tf.train.Example of fixed-size bytes features. TFRecordDatase
 such a file as any other; here it is a (rows, stride) array of bytes.
 """
 
+import mmap
 import os
 import struct
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 import numpy as np
 
+from data_pipeline.mapped_file import advise_needed, advise_random
 from tfbig.durable_file import fsync_directory
 
 TOKENS, LOSS_MASK, DOCUMENT_IDS = "tokens", "loss_mask", "document_ids"
@@ -199,8 +201,10 @@ class ShardReader:
         self, path: Path, features: Mapping[str, Mapping[str, Any]], stride: int, num_rows: int
     ) -> None:
         self._features = features
-        self._records = np.memmap(path, np.uint8, "r", shape=(num_rows, stride))
-        plain = np.asarray(self._records)  # indexing a memmap costs several times an array's
+        with open(path, "rb") as file:
+            self._mapped = mmap.mmap(file.fileno(), num_rows * stride, prot=mmap.PROT_READ)
+        advise_random(self._mapped)
+        plain = self._records = np.frombuffer(self._mapped, np.uint8).reshape(num_rows, stride)
         self._columns = {name: plain[:, _column(feature)] for name, feature in features.items()}
 
     def read(self, name: str, rows: np.ndarray) -> np.ndarray:
@@ -212,10 +216,19 @@ class ShardReader:
         """
         return self._columns[name][rows].view(self._features[name]["dtype"])
 
+    def stored(self, first: int, last: int) -> memoryview:
+        """Returns the bytes of rows [first, last) as they are stored."""
+        return self._records[first:last].data.cast("B")
+
+    def read_ahead(self, rows: np.ndarray, count: int) -> None:
+        """Has the kernel read `count` rows from each of `rows` on, in the background."""
+        stride = self._records.shape[1]
+        advise_needed(self._mapped, rows * stride, count * stride)
+
     def find_damage(self) -> int:
         """Returns the first row whose checksum is wrong, or -1."""
         begin, end = _LENGTH_BYTES + _CRC_BYTES, self._records.shape[1] - _CRC_BYTES
-        for row, record in enumerate(np.asarray(self._records)):
+        for row, record in enumerate(self._records):
             found = masked_crc32c([record[begin:end].tobytes()])
             if found.tobytes() != record[end:].tobytes():
                 return row

@@ -8,7 +8,10 @@ from tfbig.command import run_command
 from tfbig.config import PrepareConfig
 from tfbig.flags import Flags
 
-COMMON_FLAGS = "source data sequence_length vocab_size tokenizer validation_fraction seed".split()
+COMMON_FLAGS = (
+    "source data sequence_length vocab_size tokenizer text_field packing document_mask"
+    " validation_fraction max_bad_fraction seed workers dry_run"
+).split()
 
 
 def run(config: PrepareConfig) -> Path:

@@ -98,7 +98,7 @@ def test_a_run_resumes_at_any_position(data, consumed):
 
 
 def test_steps_beyond_what_is_looked_up_at_once(data, monkeypatch):
-    monkeypatch.setattr("data_pipeline.dataset._SAMPLES_AHEAD", 10)
+    monkeypatch.setattr("data_pipeline.feeding._SAMPLES_AHEAD", 10)
     found = joined(batches(data.train_batches(5, 20, 4, 1, 2, seed=2)))
     positions = 5 + (np.arange(20)[:, None] * 4 + 2 + np.arange(2)).ravel()
     assert_equal(found, data.rows("train", positions, seed=2))
@@ -137,6 +137,20 @@ def test_tfds_reads_the_folder(data, data_folder):
         found = np.stack([example["tokens"].numpy() for example in dataset])
         expected = data.rows_in_order(split, np.arange(2, size - 1))["tokens"]
         assert np.array_equal(found, expected)
+
+
+def test_the_registered_tfds_dataset_holds_the_same_rows(data, data_folder, tmp_path):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    import data_pipeline.tfds_builder  # noqa: F401
+
+    builder = tfds.builder("tfbig_text", folder=str(data_folder), data_dir=tmp_path)
+    builder.download_and_prepare()
+    for split in data.splits:
+        found = list(tfds.as_numpy(builder.as_dataset(split)))
+        expected = data.rows_in_order(split, np.arange(data.num_rows(split)))
+        for name, values in (("tokens", expected["tokens"]), ("source", expected["source_index"])):
+            left = np.stack([example[name] for example in found])
+            assert sorted(map(str, left.tolist())) == sorted(map(str, values.tolist()))
 
 
 def test_tfrecord_dataset_reads_what_is_mapped(data, data_folder):

@@ -9,7 +9,8 @@ import numpy as np
 import data_pipeline
 names = [module.name for module in pkgutil.iter_modules(data_pipeline.__path__)]
 for name in names:
-    importlib.import_module(f"data_pipeline.{name}")
+    if name != "tfds_builder":  # the file that registers a dataset with TFDS
+        importlib.import_module(f"data_pipeline.{name}")
 importlib.import_module("tfbig.prepare")
 from data_pipeline.dataset import TokenData
 data = TokenData.open(sys.argv[1])

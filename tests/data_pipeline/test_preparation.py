@@ -171,6 +171,45 @@ def test_killed_at_any_file_operation_it_goes_on_and_ends_alike(several, tmp_pat
     assert contents(folder) == expected
 
 
+# Prepares, and is killed some time after it began; its helper ends with it.
+KILLED_ANYWHERE = """
+import os, signal, sys, time, threading
+import data_pipeline.preparation as preparation
+from tfbig.config import PrepareConfig
+
+seconds, config = float(sys.argv[1]), eval(sys.argv[2])
+preparation.Tokenizer.load(config.tokenizer)
+threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start() if seconds else None
+start = time.perf_counter()
+preparation.prepare(config, say=lambda text: None)
+print(time.perf_counter() - start)
+os._exit(0)
+"""
+
+
+def test_killed_at_any_moment_it_goes_on_and_ends_alike(several, tmp_path):
+    def attempt(seconds, config):
+        return subprocess.run(
+            [sys.executable, "-c", KILLED_ANYWHERE, str(seconds), repr(config)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    whole = attempt(0, dataclasses.replace(several, data=str(tmp_path / "whole"), workers=2))
+    assert whole.returncode == 0, whole.stderr
+    expected, lasts = contents(tmp_path / "whole"), float(whole.stdout)
+    generator = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
+    kills = 0
+    for round_number in range(int(os.environ.get("TFBIG_KILL_ROUNDS", "1"))):
+        config = dataclasses.replace(several, data=str(tmp_path / f"{round_number}"), workers=2)
+        for seconds in generator.uniform(0.01, lasts / 2, 5):
+            kills += attempt(seconds, config).returncode == -signal.SIGKILL
+        prepare(config, quiet)
+        assert contents(tmp_path / f"{round_number}") == expected
+    assert kills >= 2 * (round_number + 1)  # those that came before the end
+
+
 def test_what_is_complete_is_not_done_again(several, tmp_path, monkeypatch):
     from data_pipeline.tokenizing import ChunkTokenizer
 

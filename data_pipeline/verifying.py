@@ -1,0 +1,70 @@
+"""A data folder checked: every checksum, every id, and what the manifest says of both."""
+
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.dataset import TokenData
+from data_pipeline.shards import LOSS_MASK, TOKENS, ShardReader
+
+_BLOCK_ROWS = 4096
+
+
+def find_problems(folder: Path, say: Callable[[str], None]) -> Iterator[str]:
+    """Yields a line for each thing that is wrong with a folder; reads all of it.
+
+    Args:
+      folder: of the data.
+      say: is handed a line a shard.
+
+    Raises:
+      UserError: it is no data folder, or lacks a shard: then there is nothing to go through.
+    """
+    data = TokenData.open(folder)
+    contents = data.contents
+    for split, described in contents["splits"].items():
+        num_bytes = 0
+        for shard in described["shards"]:
+            path = folder / shard["file"]
+            say(f"  {shard['file']}: {shard['rows']:,} rows")
+            reader = ShardReader(path, contents["features"], contents["stride"], shard["rows"])
+            found = sha256()
+            largest = -1
+            for first in range(0, shard["rows"], _BLOCK_ROWS):
+                rows = np.arange(first, min(first + _BLOCK_ROWS, shard["rows"]))
+                found.update(reader.stored(rows[0], rows[-1] + 1))
+                tokens = reader.read(TOKENS, rows)
+                largest = max(largest, int(tokens.max()))
+                if int(tokens.min()) < 0 or largest >= data.vocab_size:
+                    yield (
+                        f"{path}: rows {rows[0]} to {rows[-1]} have ids from {tokens.min()} to "
+                        f"{tokens.max()}; the vocabulary has {data.vocab_size}"
+                    )
+                    break
+                labels = tokens[:, 1:]
+                if LOSS_MASK in contents["features"]:
+                    labels = labels[reader.read(LOSS_MASK, rows) == 1]
+                num_bytes += data.tokenizer.num_bytes(labels)
+            else:
+                yield from _shard_problems(path, shard, reader, found.hexdigest(), largest)
+        if num_bytes != described["bytes"]:
+            yield (
+                f"{folder}: the {split} split stands for {num_bytes:,} bytes of text, its manifest "
+                f"says {described['bytes']:,}"
+            )
+
+
+def _shard_problems(
+    path: Path, shard: dict[str, Any], reader: ShardReader, digest: str, largest: int
+) -> Iterator[str]:
+    if digest != shard["sha256"]:
+        row = reader.find_damage()
+        where = f": the first damaged row is {row}" if row >= 0 else ""
+        yield f"{path} is damaged{where}; its sha256 is not the manifest's"
+    elif (row := reader.find_damage()) >= 0:
+        yield f"{path}: the checksum of row {row} is wrong"
+    if largest != shard["max_id"]:
+        yield f"{path}: its largest id is {largest}, its manifest says {shard['max_id']}"
