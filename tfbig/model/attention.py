@@ -4,7 +4,7 @@ import math
 
 import tensorflow as tf
 
-from tfbig.model.dropout import keep_mask
+from tfbig.model.dropout import drop, keep_mask
 
 
 def causal_attention(
@@ -46,6 +46,6 @@ def causal_attention(
         index = tf.range(first, first + math.prod(shape))
         index = tf.cast(tf.reshape(index, shape), tf.uint32)  # (H, T, T)
         mask = keep_mask(dropout_keys, index, dropout_rate)
-        weights = tf.where(mask, weights * (1.0 / (1.0 - dropout_rate)), 0.0)
+        weights = drop(weights, mask, dropout_rate)
     output = tf.matmul(tf.cast(weights, value.dtype), value)  # (B, H, T, d)
     return tf.transpose(output, [0, 2, 1, 3])  # (B, T, H, d)

@@ -5,15 +5,20 @@ import tensorflow as tf
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads consecutive indices
 
 
-def _mix(x: tf.Tensor) -> tf.Tensor:
-    """Returns a 32-bit hash of each uint32 element.
+def _stir(x: tf.Tensor) -> tf.Tensor:
+    """Returns uint32 whose upper half is a hash of each uint32 element.
 
     Source: the "lowbias32" constants found by search by C. Wellons (hash-prospector, 2018).
     """
     x = tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(16, tf.uint32)))
     x *= tf.constant(0x7FEB352D, tf.uint32)
     x = tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(15, tf.uint32)))
-    x *= tf.constant(0x846CA68B, tf.uint32)
+    return x * tf.constant(0x846CA68B, tf.uint32)
+
+
+def _mix(x: tf.Tensor) -> tf.Tensor:
+    """Returns a 32-bit hash of each uint32 element."""
+    x = _stir(x)
     return tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(16, tf.uint32)))
 
 
@@ -53,12 +58,13 @@ def keep_mask(keys: tf.Tensor, element_index: tf.Tensor, rate: float) -> tf.Tens
       bool, (B, *element_index.shape).
     """
     keys = tf.reshape(keys, [-1] + [1] * element_index.shape.rank)  # (B, 1, ...)
-    bits = _mix(_mix(element_index)[tf.newaxis] + keys)
-    bits = _mix(bits ^ (keys * tf.constant(_GOLDEN, tf.uint32)))
-    # Signed comparison of the shifted value: kernels for it exist on every device.
-    return tf.cast(
-        tf.bitwise.right_shift(bits, tf.constant(1, tf.uint32)), tf.int32
-    ) >= tf.constant(int(rate * (1 << 31)), tf.int32)
+    # Indices are mixed once for all samples, and only the sum with a sample's key at full size:
+    # masks of two keys then differ as two stretches of one hash's outputs do. The comparison looks
+    # at the upper bits, so the last step of the hash, which only stirs lower ones, is left out.
+    bits = _stir(_mix(element_index)[tf.newaxis] + keys)
+    # A signed comparison: kernels for it exist on every device.
+    threshold = int(rate * (1 << 32)) - (1 << 31)
+    return tf.bitcast(bits, tf.int32) >= tf.constant(threshold, tf.int32)
 
 
 def dropout(x: tf.Tensor, keys: tf.Tensor, rate: float, first_position: int = 0) -> tf.Tensor:
@@ -73,5 +79,27 @@ def dropout(x: tf.Tensor, keys: tf.Tensor, rate: float, first_position: int = 0)
     length, width = x.shape[1], x.shape[2]
     first = first_position * width
     index = tf.reshape(tf.range(first, first + length * width), [length, width])  # (T, D)
-    mask = keep_mask(keys, tf.cast(index, tf.uint32), rate)
-    return tf.where(mask, x * tf.cast(1.0 / (1.0 - rate), x.dtype), tf.zeros((), x.dtype))
+    return drop(x, keep_mask(keys, tf.cast(index, tf.uint32), rate), rate)
+
+
+def drop(x: tf.Tensor, mask: tf.Tensor, rate: float) -> tf.Tensor:
+    """Returns x where the mask is set, scaled by 1/(1 - rate), and 0 elsewhere.
+
+    With a gradient of its own: TF's, of a choice between x and one zero, also sums that of the
+    zero over all elements.
+
+    Args:
+      x: any shape.
+      mask: bool, of x's shape.
+      rate: share of elements that are dropped.
+    """
+    scale = 1.0 / (1.0 - rate)
+
+    def chosen(value: tf.Tensor) -> tf.Tensor:
+        return tf.where(mask, value * tf.cast(scale, value.dtype), tf.zeros((), value.dtype))
+
+    @tf.custom_gradient
+    def run(x: tf.Tensor):
+        return chosen(x), chosen
+
+    return run(x)
