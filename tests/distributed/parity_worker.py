@@ -2,8 +2,8 @@
 
 usage: parity_worker.py OUTPUT CASES_JSON
 
-A case is {"name", "fields" (of Config), "model" (of ModelConfig), "steps", "break"}; "break" names
-a fault that is put in on purpose.
+A case is {"name", "fields" (of Config), "model" (of ModelConfig), "steps", "break", "brief"};
+"break" names a fault that is put in on purpose, "brief" leaves evaluation and decoding out.
 """
 
 import dataclasses
@@ -149,8 +149,9 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
     timings = trainer.timings()()
     saw["in_flight"] = np.array(sum(timings.values()))
     saw["axes"] = np.array(sorted(timings) or ["none"])
-    saw["evaluation"] = np.stack(trainer.evaluate_step(local_batch(trainer, 7)))
-    saw["decoded"] = decode(trainer)
+    if not case.get("brief"):
+        saw["evaluation"] = np.stack(trainer.evaluate_step(local_batch(trainer, 7)))
+        saw["decoded"] = decode(trainer)
     saw["ranks"] = np.array(trainer.agree(10**trainer.rank, "sum"))
     trainer.barrier(60)
     if trainer.rank == 0:
