@@ -237,3 +237,20 @@ def _statistics(
         for entry in of_split.values():
             entry["lengths"] = dict(sorted(entry["lengths"].items(), key=lambda kv: int(kv[0])))
     return found
+
+
+def seconds_line(
+    tokenized: dict[str, Result],
+    orders: dict[str, tuple[PartStores, Result]],
+    shards: Sequence[Result],
+) -> str:
+    """Returns how long each stage took, summed over all processes."""
+    seconds = {
+        name: sum(result["seconds"][name] for result in tokenized.values())
+        for name in ("read", "encode", "write")
+    }
+    seconds["shuffle"] = sum(result["seconds"] for _, result in orders.values())
+    seconds["pack"] = sum(result["seconds"] for result in shards)
+    listed = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+    encoders = sorted({result["encoder"] for result in tokenized.values()})
+    return f"  seconds of all processes: {listed} (encoded by {', '.join(encoders)})"

@@ -99,6 +99,7 @@ class TokenData:
     def __init__(self, folder: Path, read: manifest.Manifest) -> None:
         contents = read.contents
         self.folder, self._contents = folder, contents
+        self.data_workers = 1
         self.manifest_sha256 = read.sha256
         self.tokenizer_sha256: str = contents["tokenizer"]["sha256"]
         self.sequence_length: int = contents["sequence_length"]
@@ -117,12 +118,19 @@ class TokenData:
         }
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], *, vocab_size: int | None = None) -> "TokenData":
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        vocab_size: int | None = None,
+        data_workers: int = 1,
+    ) -> "TokenData":
         """Opens a data folder after checking that it is whole.
 
         Args:
           folder: made by `tfbig prepare`.
           vocab_size: of the model that is to read it; None doesn't check.
+          data_workers: threads that read training batches; more help where reading waits.
 
         Raises:
           UserError: no data folder, another format, a changed tokenizer, a missing or cut shard,
@@ -134,7 +142,9 @@ class TokenData:
         _check_shards(folder, found.contents)
         if vocab_size is not None:
             _check_vocabulary(folder, found.contents, vocab_size)
-        return cls(folder, found)
+        data = cls(folder, found)
+        data.data_workers = data_workers
+        return data
 
     def identity(self, consumed_samples: int) -> dict[str, str]:
         """Returns what names the data of a run that has consumed so many samples.
@@ -240,7 +250,6 @@ class TokenData:
         data_rank: int = 0,
         data_size: int = 1,
         seed: int = 0,
-        data_workers: int = 1,
     ) -> Any:
         """Returns a tf.data.Dataset of this process's slices of the next global batches.
 
@@ -255,7 +264,6 @@ class TokenData:
           data_rank: which slice.
           data_size: number of slices.
           seed: of the run.
-          data_workers: threads that read at the same time; more help where reading waits.
 
         Raises:
           UserError: global_batch does not divide, or there is nothing to train on.
@@ -277,7 +285,7 @@ class TokenData:
         def read(first: int, count: int) -> Batch:
             return self._gather("train", *ahead.of_steps(first, count))
 
-        return self._dataset(read, num_steps, local, data_workers)
+        return self._dataset(read, num_steps, local, self.data_workers)
 
     def evaluation_batches(
         self, split: str, global_batch: int, data_rank: int = 0, data_size: int = 1

@@ -1,5 +1,6 @@
 """Parts to shards: each shard's rows are read from the token stores, packed and written apart."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,7 @@ class ShardMaker:
 
     def __call__(self, item: str) -> Result:
         """Writes one shard and says what the manifest says of it."""
-        shard = self.shards[item]
+        shard, start = self.shards[item], time.perf_counter()
         writer = ShardWriter(self.folder / shard.file, self.layout, self.work.temporary(item))
         names = {feature.name for feature in self.layout.features}
         num_tokens = num_bytes = 0
@@ -138,7 +139,12 @@ class ShardMaker:
             writer.write(features)
             self.work.progress = writer.num_rows * self.layout.stride
         info = writer.close(shard.source)
-        return {"shard": info._asdict(), "tokens": num_tokens, "text_bytes": num_bytes}
+        return {
+            "shard": info._asdict(),
+            "tokens": num_tokens,
+            "text_bytes": num_bytes,
+            "seconds": time.perf_counter() - start,
+        }
 
     def _rows(self, shard: Shard) -> Iterator[Rows]:
         order = PartOrder.read(self.folder / FOLDER / shard.order)

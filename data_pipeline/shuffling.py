@@ -1,6 +1,7 @@
 """The global order of each part's documents, from the chunks' stores."""
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def order_part(stores: PartStores, item: str, plan: Plan, folder: Path, work: Wo
     Returns:
       {"documents", "duplicates", "removed", "labels", "dropped", "rows"} of the part.
     """
-    config = plan.config
+    config, began = plan.config, time.perf_counter()
     keys, checks, lengths, starts, prompts = _columns(stores, folder)
     chunk = np.repeat(
         np.arange(len(stores.pieces), dtype=np.uint32), [count for _, _, count in stores.pieces]
@@ -138,6 +139,7 @@ def order_part(stores: PartStores, item: str, plan: Plan, folder: Path, work: Wo
         if config.packing == "join"
         else 0,
         "rows": num_rows,
+        "seconds": time.perf_counter() - began,
     }
 
 

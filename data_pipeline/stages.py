@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline import manifest
-from data_pipeline.account import check_bad_fraction, check_copies, describe, input_entries
+from data_pipeline.account import (
+    check_bad_fraction,
+    check_copies,
+    describe,
+    input_entries,
+    seconds_line,
+)
 from data_pipeline.building import finish_building, remove_other_shards
 from data_pipeline.duplicates import mark_duplicates
 from data_pipeline.plan import Plan, split_input
@@ -233,6 +239,7 @@ class Stages:
         stores = self._settle_stores(tokenized) if config.keep_tokens else []
         for line in account.lines(config):
             self.tell(line)
+        self.tell(seconds_line(tokenized, orders, results))
         manifest.write(
             folder,
             {

@@ -43,6 +43,7 @@ MAY_DIFFER = (
     "run.init_from",
     "data.data",
     "data.source",
+    "data.data_workers",
 )
 # Of the parallel section, what the numbers depend on must match all the same.
 MUST_MATCH = ("parallel.precision",)

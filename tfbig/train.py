@@ -164,7 +164,9 @@ def open_data(config: Config, trainer: Any) -> Any:
             error = failure
     if trainer.agree(int(error is not None), "max"):
         raise error or UserError(f"rank 0 could not prepare {path}")
-    data = TokenData.open(path, vocab_size=config.model.vocab_size)
+    data = TokenData.open(
+        path, vocab_size=config.model.vocab_size, data_workers=config.data.data_workers
+    )
     if data.sequence_length != config.data.sequence_length:
         raise UserError(
             f"{path} holds samples of {data.sequence_length} tokens, not --sequence_length="
