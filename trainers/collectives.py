@@ -64,6 +64,8 @@ class Clock:
           inputs: must be there before the clock starts.
           call: makes the collective and returns its outputs.
         """
+        if not _has_time():
+            return call()
         with tf.control_dependencies(list(inputs)):
             start = tf.timestamp()
         with tf.control_dependencies([start]):

@@ -20,7 +20,7 @@ FLAGS += ["--notensorboard", "--microbatches=2", "--global_batch=12"]
 def launch(strategy: str, folder: Path, flags: list[str]) -> None:
     arguments = [WORKER, str(folder), *flags, *FLAGS, f"--strategy={strategy}"]
     if strategy == "mirrored":
-        done = run([sys.executable, *arguments, "--num_devices=3"], TIMEOUT)
+        done = run([sys.executable, *arguments, "--num_devices=2"], TIMEOUT)
     elif strategy == "multi_worker":
         run_cluster(2, arguments, TIMEOUT)
         return
