@@ -7,8 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # `make train` shows training, resuming, evaluating and generating; STEPS and MORE are its lengths.
 RUN ?= runs/gpt_tiny
-STEPS ?= 200
-MORE ?= 400
+STEPS ?= 150
+MORE ?= 300
 PROMPT ?= def main(
 
 .DEFAULT_GOAL := help

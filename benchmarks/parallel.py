@@ -103,12 +103,45 @@ def measure_two_stages(quick: bool) -> None:
         pipeline.close()
 
 
+class SleepingChunk:
+    """Stands where a Chunk does; its passes take the time given and make real tensors.
+
+    Args:
+      seconds: of a forward pass; a backward takes twice as long.
+      is_last: whether its forward ends in a loss.
+      shape: of the hidden state.
+    """
+
+    def __init__(self, seconds: float, is_last: bool, shape: tuple[int, ...]) -> None:
+        self.variables: dict = {}
+        self._seconds, self._is_last, self._shape = seconds, is_last, shape
+
+    def begin(self, values=None) -> None: ...
+
+    def end(self) -> None: ...
+
+    def forward(self, hidden, *_):
+        import tensorflow as tf
+
+        from trainers.gradients import BatchSums
+
+        time.sleep(self._seconds)
+        if self._is_last:
+            return BatchSums(*[tf.zeros([])] * 4)
+        return tf.ones(self._shape) if hidden is None else hidden
+
+    def backward(self, index, upstream):
+        import tensorflow as tf
+
+        time.sleep(2 * self._seconds)
+        return tf.ones(self._shape) if upstream is None else upstream
+
+
 def measure_sleeping_stages(quick: bool) -> None:
     """Times four ranks whose stages sleep a fixed time; prints bubbles as JSON."""
     import tensorflow as tf
 
     from trainers.collectives import Engine
-    from trainers.gradients import BatchSums
     from trainers.mesh import make_mesh
     from trainers.pipeline import mesh_groups
     from trainers.pipeline_link import Link
@@ -117,26 +150,6 @@ def measure_sleeping_stages(quick: bool) -> None:
     from trainers.pipeline_stepper import Stepper
 
     sleep, shape = (SLEEP / 4 if quick else SLEEP), (2, 64, 64)
-
-    class SleepingChunk:
-        """Stands where a Chunk does; its passes take the time given and make real tensors."""
-
-        def __init__(self, num_chunks: int, is_last: bool) -> None:
-            self.variables, self._seconds, self._is_last = {}, sleep / num_chunks, is_last
-
-        def begin(self, values=None) -> None: ...
-
-        def end(self) -> None: ...
-
-        def forward(self, hidden, *_):
-            time.sleep(self._seconds)
-            if self._is_last:
-                return BatchSums(*[tf.zeros([])] * 4)
-            return tf.ones(shape) if hidden is None else hidden
-
-        def backward(self, index, upstream):
-            time.sleep(2 * self._seconds)
-            return tf.ones(shape) if upstream is None else upstream
 
     for schedule, microbatches, num_chunks in SLEEPING_CASES:
         mesh = make_mesh(4, 4, 1, "cluster")
@@ -148,7 +161,7 @@ def measure_sleeping_stages(quick: bool) -> None:
         orders = [compute_order(schedule, 4, r, microbatches, num_chunks) for r in range(4)]
         programs = plan_programs(orders, num_chunks)
         chunks = [
-            SleepingChunk(num_chunks, engine.rank == 3 and chunk == num_chunks - 1)
+            SleepingChunk(sleep / num_chunks, engine.rank == 3 and chunk == num_chunks - 1, shape)
             for chunk in range(num_chunks)
         ]
         stepper = Stepper(chunks, links)

@@ -53,15 +53,7 @@ def estimate(
     total_stored = sum(item.num_bytes for item in inputs)
     factor = total_stored / max(1, stored)
     num_tokens = (len(ids) + len(texts)) * factor
-    layout = RecordLayout(
-        row_features(
-            config.sequence_length,
-            tokenizer.dtype,
-            config.packing != "join" or config.tail == "pad" or has_prompts(config),
-            config.document_mask,
-        )
-    )
-    shard_bytes = num_tokens / config.sequence_length * layout.stride
+    shard_bytes = num_tokens / config.sequence_length * _row_bytes(config, tokenizer)
     store_bytes = num_tokens * tokenizer.dtype.itemsize
     seconds = (read_seconds + 2 * encode_seconds) * factor  # shards take about as long again
     split = _largest_share(config, inputs)
@@ -80,6 +72,12 @@ def estimate(
     unfit = counts.bad.total()
     if unfit:
         say(f"  {unfit:,} records of the sample are unfit: {dict(counts.bad)}")
+
+
+def _row_bytes(config: PrepareConfig, tokenizer: Tokenizer) -> int:
+    has_mask = config.packing != "join" or config.tail == "pad" or has_prompts(config)
+    features = row_features(config.sequence_length, tokenizer.dtype, has_mask, config.document_mask)
+    return RecordLayout(features).stride
 
 
 def _sample(config: PrepareConfig, inputs: list[InputFile]) -> tuple[list[str], ReadCounts, int]:

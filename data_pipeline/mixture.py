@@ -84,12 +84,7 @@ def append_segment(
         merged["sources"] = [*merged["sources"], *added["sources"]]
         merged["splits"]["train"]["sources"] |= added["split"]["sources"]
     sources: list[str] = merged["sources"]
-    for name in weights:
-        if name not in sources:
-            raise UserError(
-                f"--weights: {folder} has no source {name!r}.{near_matches(name, sources)} It has "
-                f"{', '.join(sources)}."
-            )
+    _check_names(folder, weights, sources)
     complete = {name: weights.get(name, last["weights"].get(name, 1.0)) for name in sources}
     rows = np.array([_rows(merged, name) for name in sources], np.int64)
     if not (rows * np.array([complete[name] for name in sources])).sum():
@@ -101,6 +96,15 @@ def append_segment(
     header = ("format", "format_version", "order_version")
     manifest.write(folder, {k: v for k, v in contents.items() if k not in header})
     return segment
+
+
+def _check_names(folder: Path, weights: Mapping[str, float], sources: list[str]) -> None:
+    for name in weights:
+        if name not in sources:
+            raise UserError(
+                f"--weights: {folder} has no source {name!r}.{near_matches(name, sources)} It has "
+                f"{', '.join(sources)}."
+            )
 
 
 def _rows(contents: Mapping[str, Any], source: str) -> int:

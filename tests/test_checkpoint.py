@@ -475,4 +475,5 @@ def test_checkpoints_and_run_folders_need_no_tensorflow():
         "import tfbig.checkpoint, tfbig.checkpoint_writer, tfbig.run_folder\n"
     )
     root = Path(__file__).resolve().parent.parent
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60)
+    assert done.returncode == 0

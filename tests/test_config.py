@@ -141,7 +141,7 @@ def test_every_field_has_its_line_of_help():
         ({"learning_rate": -1.0}, "--learning_rate=-1.0 must be at least 0"),
         ({"learning_rate": float("nan")}, "--learning_rate=nan"),
         ({"beta2": 1.0}, "--beta2=1.0"),
-        ({"warmup_steps": 500}, "--decay_steps=400 ends before --warmup_steps=500"),
+        ({"warmup_steps": 500}, "--decay_steps=300 ends before --warmup_steps=500"),
         ({"learning_rate_floor": 2.0}, "--learning_rate_floor=2.0"),
         ({"steps": 0}, "--steps=0 must be at least 1"),
         ({"seed": -1}, "--seed=-1 must lie between"),

@@ -39,6 +39,20 @@ def squared_norms_by_layer(gradients: Mapping[str, tf.Tensor], num_layers: int) 
     return tf.stack([tf.add_n(squares) if squares else tf.constant(0.0) for squares in layers])
 
 
+def mean_norms(
+    squares: tf.Tensor, num_tokens: tf.Tensor, loss_scale: tf.Tensor | None
+) -> tf.Tensor:
+    """Returns norms of mean gradients from sums of squares of summed ones.
+
+    Args:
+      squares: (layers,) float32, of `squared_norms_by_layer`.
+      num_tokens: scalar, tokens the loss is summed over.
+      loss_scale: what the summed loss was multiplied by; None means 1.
+    """
+    norms = tf.math.divide_no_nan(tf.sqrt(squares), tf.cast(num_tokens, tf.float32))
+    return norms if loss_scale is None else norms / loss_scale
+
+
 def squared_norm(gradients: Mapping[str, tf.Tensor]) -> tf.Tensor:
     """Returns the sum of squares over all gradients, float32."""
     return tf.add_n([2.0 * tf.nn.l2_loss(tf.cast(g, tf.float32)) for g in gradients.values()])

@@ -36,9 +36,9 @@ def gpt_tiny() -> Config:
         model=ModelConfig(
             vocab_size=4096, max_length=256, embed_dim=128, num_layers=4, num_heads=4
         ),
-        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=40, decay_steps=400),
+        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=30, decay_steps=300),
         data=DataConfig(sequence_length=256),
-        run=RunConfig(preset="gpt_tiny", steps=400, global_batch=32),
+        run=RunConfig(preset="gpt_tiny", steps=300, global_batch=16),
     )
 
 

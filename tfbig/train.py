@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfbig import presets, schedule
@@ -53,7 +53,6 @@ def run(config: Config, command: Sequence[str] = ()) -> int:
 
 def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
     from tfbig.durable_file import write_atomic
-    from tfbig.evaluation import evaluate
     from tfbig.hardware import peak_flops
     from tfbig.hooks import main_rank_hooks
     from tfbig.loop import Loop, Progress
@@ -80,19 +79,7 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
     if reader is None and initial is not None:
         initialise_from(initial, trainer)
 
-    # What is fed, measured and watched.
-    segments = schedule.batch_segments(config.run, *progress)
-    batches = itertools.chain.from_iterable(
-        data.train_batches(
-            start_sample=segment.start_sample,
-            num_steps=segment.num_steps,
-            global_batch=segment.global_batch,
-            data_rank=trainer.data_rank,
-            data_size=trainer.data_size,
-            seed=config.run.seed,
-        )
-        for segment in segments
-    )
+    # What is measured and watched.
     peak, peak_source = peak_flops(config.parallel.precision)
     total_peak = 1e9 * trainer.agree(int(peak / 1e9), "sum")
     hooks = []
@@ -103,25 +90,13 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
         hooks = main_rank_hooks(config, folder)
         introduce(config, trainer, data, total_peak, peak_source, notes)
 
-    def evaluate_validation() -> dict[str, float]:
-        split = data.evaluation_batches(
-            "validation",
-            global_batch=config.run.global_batch // config.parallel.microbatches,
-            data_rank=trainer.data_rank,
-            data_size=trainer.data_size,
-        )
-        measures = evaluate(trainer, split, data.num_bytes("validation"))
-        if config.optimizer.ema_decay:
-            measures["ema_loss"] = evaluate(trainer, split, 0, weights="ema")["loss"]
-        return measures
-
     # Steps.
     with StopSignal() as stop_signal:
         loop = Loop(
             config=config,
             trainer=trainer,
-            batches=batches,
-            evaluate=evaluate_validation,
+            batches=train_batches(config, trainer, data, progress),
+            evaluate=lambda: evaluate_validation(config, trainer, data),
             save=keeper.save,
             hooks=hooks,
             throughput=Throughput.of(config, total_peak),
@@ -129,6 +104,37 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
         )
         reason = loop.run(progress, resumed=reader is not None)
     return EXIT_SIGNAL if reason == "signal" else 0
+
+
+def train_batches(config: Config, trainer: Any, data: Any, progress: Any) -> Iterator[Any]:
+    """Returns this process's batches from the next sample on, through batch warm-up."""
+    return itertools.chain.from_iterable(
+        data.train_batches(
+            start_sample=segment.start_sample,
+            num_steps=segment.num_steps,
+            global_batch=segment.global_batch,
+            data_rank=trainer.data_rank,
+            data_size=trainer.data_size,
+            seed=config.run.seed,
+        )
+        for segment in schedule.batch_segments(config.run, *progress)
+    )
+
+
+def evaluate_validation(config: Config, trainer: Any, data: Any) -> dict[str, float]:
+    """Returns the measures of the whole validation split, and those of averaged weights."""
+    from tfbig.evaluation import evaluate
+
+    split = data.evaluation_batches(
+        "validation",
+        global_batch=config.run.global_batch // config.parallel.microbatches,
+        data_rank=trainer.data_rank,
+        data_size=trainer.data_size,
+    )
+    measures = evaluate(trainer, split, data.num_bytes("validation"))
+    if config.optimizer.ema_decay:
+        measures["ema_loss"] = evaluate(trainer, split, 0, weights="ema")["loss"]
+    return measures
 
 
 def default_data_folder(config: Config) -> str:

@@ -10,21 +10,20 @@ Rules that the functions here rely on (docs/design.md tells what happens without
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps
-from tensorflow.python.framework import config as tf_config
 
 from tfbig.horovod_build import check_installed
+from trainers.clock import Clock, Timer
 
 check_installed()  # before an import that fails obscurely when TensorFlow has changed
 import horovod.tensorflow as hvd  # noqa: E402
 from horovod.tensorflow import mpi_ops  # noqa: E402
 
-HALVES = (tf.bfloat16, tf.float16)
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 AGREE, BROADCAST, BARRIER, DIFFERS = "agree", "broadcast", "barrier", "differs"
 
@@ -41,89 +40,6 @@ def _order_insensitive() -> None:
         " Timestamp"
     )
     auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS |= set(names.split())
-
-
-def _has_time() -> bool:
-    """Whether graphs may ask for the time: TF refuses that where results must be deterministic."""
-    return not tf_config.is_op_determinism_enabled()
-
-
-class Clock:
-    """Collects, while one function is traced, when its collectives were in flight."""
-
-    def __init__(self) -> None:
-        self._intervals: dict[str, list[tf.Tensor]] = {}
-
-    def around(
-        self, axis: str, inputs: Sequence[tf.Tensor], call: Callable[[], list[tf.Tensor]]
-    ) -> list[tf.Tensor]:
-        """Returns call()'s outputs, noting the time before and after.
-
-        Args:
-          axis: mesh axis the time counts for.
-          inputs: must be there before the clock starts.
-          call: makes the collective and returns its outputs.
-        """
-        if not _has_time():
-            return call()
-        with tf.control_dependencies(list(inputs)):
-            start = tf.timestamp()
-        with tf.control_dependencies([start]):
-            outputs = call()
-        with tf.control_dependencies(list(outputs)):
-            stop = tf.timestamp()
-        self._intervals.setdefault(axis, []).append(tf.stack([start, stop]))
-        return outputs
-
-    def intervals(self) -> dict[str, tf.Tensor]:
-        """Returns (n, 2) start and stop times by axis; the traced function must return them."""
-        return {axis: tf.stack(pairs) for axis, pairs in self._intervals.items()}
-
-
-class Stopwatch:
-    """Adds up, in a variable, the seconds collectives were in flight.
-
-    For functions whose outputs are not ours to choose, such as a backward pass that TensorFlow
-    makes. Collectives that run side by side are counted twice.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="seconds")
-
-    def around(
-        self, axis: str, inputs: Sequence[tf.Tensor], call: Callable[[], list[tf.Tensor]]
-    ) -> list[tf.Tensor]:
-        """Returns call()'s outputs, which wait until the time is noted."""
-        with tf.control_dependencies(list(inputs)):
-            start = tf.timestamp()
-        with tf.control_dependencies([start]):
-            outputs = call()
-        with tf.control_dependencies(list(outputs)):
-            elapsed = tf.timestamp() - start
-        with tf.control_dependencies([self.seconds.assign_add(elapsed)]):
-            return [tf.identity(output) for output in outputs]
-
-    def take(self) -> float:
-        """Returns the seconds since the last call."""
-        seconds = float(self.seconds)
-        self.seconds.assign(0.0)
-        return seconds
-
-
-Timer = Clock | Stopwatch
-
-
-def seconds_in_flight(intervals: np.ndarray) -> float:
-    """Returns how long at least one of the (n, 2) intervals was open.
-
-    >>> seconds_in_flight(np.array([[0.0, 2.0], [1.0, 3.0], [5.0, 6.0]]))
-    4.0
-    """
-    total, reached = 0.0, -np.inf
-    for start, stop in sorted(map(tuple, np.asarray(intervals))):
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return float(total)
 
 
 class Group:
@@ -151,19 +67,7 @@ class Group:
         """Returns the elementwise sum, min or max over the group; 16 bits are summed in 32."""
         if self.size == 1:
             return tf.identity(tensor)
-        wide = _summable(tensor)
-        reduced = self._run(
-            [wide],
-            clock,
-            lambda: mpi_ops._allreduce(
-                wide,
-                name=self._name(name),
-                op=OPERATIONS[op],
-                ignore_name_scope=True,
-                process_set=self._process_set,
-            ),
-        )
-        return tf.cast(reduced, tensor.dtype)
+        return self._sum(mpi_ops._allreduce, tensor, name, clock, op=OPERATIONS[op])
 
     def reduce_scatter(self, tensor: tf.Tensor, name: str, clock: Timer | None = None) -> tf.Tensor:
         """Returns this rank's share, along the first dim, of the sum over the group.
@@ -176,36 +80,14 @@ class Group:
         if self.size == 1:
             return tf.identity(tensor)
         assert tensor.shape[0] % self.size == 0, f"{tensor.shape[0]} rows over {self.size} ranks"
-        wide = _summable(tensor)
-        scattered = self._run(
-            [wide],
-            clock,
-            lambda: mpi_ops._reducescatter(
-                wide,
-                name=self._name(name),
-                op=hvd.Sum,
-                ignore_name_scope=True,
-                process_set=self._process_set,
-            ),
-        )
-        return tf.cast(scattered, tensor.dtype)
+        # Horovod's default is the average.
+        return self._sum(mpi_ops._reducescatter, tensor, name, clock, op=hvd.Sum)
 
     def all_gather(self, tensor: tf.Tensor, name: str, clock: Timer | None = None) -> tf.Tensor:
         """Returns the group's tensors, joined along the first dim in order of rank."""
         if self.size == 1:
             return tf.identity(tensor)
-        bits = _movable(tensor)
-        gathered = self._run(
-            [bits],
-            clock,
-            lambda: mpi_ops.allgather(
-                bits,
-                name=self._name(name),
-                ignore_name_scope=True,
-                process_set=self._process_set,
-            ),
-        )
-        gathered = tf.bitcast(gathered, tensor.dtype) if bits is not tensor else gathered
+        gathered = self._move(mpi_ops.allgather, tensor, name, clock)
         if tensor.shape.is_fully_defined():
             gathered = tf.ensure_shape(gathered, [tensor.shape[0] * self.size, *tensor.shape[1:]])
         return gathered
@@ -216,19 +98,7 @@ class Group:
         """Returns the tensor of the group's member number `root`; shapes must be equal."""
         if self.size == 1:
             return tf.identity(tensor)
-        bits = _movable(tensor)
-        received = self._run(
-            [bits],
-            clock,
-            lambda: mpi_ops.broadcast(
-                bits,
-                self.ranks[root],
-                name=self._name(name),
-                ignore_name_scope=True,
-                process_set=self._process_set,
-            ),
-        )
-        return tf.bitcast(received, tensor.dtype) if bits is not tensor else received
+        return self._move(mpi_ops.broadcast, tensor, name, clock, root_rank=self.ranks[root])
 
     def exchange(
         self, tensor: tf.Tensor, counts: Sequence[int], name: str, clock: Timer | None = None
@@ -246,42 +116,53 @@ class Group:
         """
         if self.size == 1:
             return tf.identity(tensor)
-        bits = _movable(tensor)
         splits = tf.constant(list(counts), tf.int32)
-        received = self._run(
-            [bits],
-            clock,
-            lambda: mpi_ops.alltoall(
-                bits,
-                splits=splits,
-                name=self._name(name),
-                ignore_name_scope=True,
-                process_set=self._process_set,
-            )[0],
-        )
-        return tf.bitcast(received, tensor.dtype) if bits is not tensor else received
+        return self._move(_alltoall, tensor, name, clock, splits=splits)
 
-    def _name(self, name: str) -> str:
-        # Horovod cuts a name off at its last slash when it ignores the name scope.
-        return f"{self.axis}.{name}".replace("/", ".")
+    def _sum(
+        self, call: Callable, tensor: tf.Tensor, name: str, clock: Timer | None, **options: Any
+    ) -> tf.Tensor:
+        """Runs a collective that adds; sums of 16-bit numbers are made in 32 bits."""
+        half = tensor.dtype in (tf.bfloat16, tf.float16)
+        wide = tf.cast(tensor, tf.float32) if half else tensor
+        return tf.cast(self._run(call, wide, name, clock, options), tensor.dtype)
+
+    def _move(
+        self, call: Callable, tensor: tf.Tensor, name: str, clock: Timer | None, **options: Any
+    ) -> tf.Tensor:
+        """Runs a collective that only moves; Horovod knows no bfloat16, but its bits."""
+        if tensor.dtype != tf.bfloat16:
+            return self._run(call, tensor, name, clock, options)
+        bits = tf.bitcast(tensor, tf.uint16)
+        return tf.bitcast(self._run(call, bits, name, clock, options), tensor.dtype)
 
     def _run(
-        self, inputs: list[tf.Tensor], clock: Timer | None, call: Callable[[], tf.Tensor]
+        self,
+        call: Callable,
+        tensor: tf.Tensor,
+        name: str,
+        clock: Timer | None,
+        options: Mapping[str, Any],
     ) -> tf.Tensor:
         assert not tf.executing_eagerly(), "collectives are called inside tf.functions only"
-        if clock is None or not _has_time():
-            return call()
-        return clock.around(self.axis, inputs, lambda: [call()])[0]
+
+        def run() -> list[tf.Tensor]:
+            output = call(
+                tensor,
+                # Horovod cuts a name off at its last slash when it ignores the name scope.
+                name=f"{self.axis}.{name}".replace("/", "."),
+                ignore_name_scope=True,
+                process_set=self._process_set,
+                **options,
+            )
+            return [output]
+
+        return (run() if clock is None else clock.around(self.axis, [tensor], run))[0]
 
 
-def _summable(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor with a dtype in which sums over ranks are exact enough."""
-    return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.bfloat16, tf.float16) else tensor
-
-
-def _movable(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor with a dtype that Horovod moves; it knows no bfloat16."""
-    return tf.bitcast(tensor, tf.uint16) if tensor.dtype == tf.bfloat16 else tensor
+def _alltoall(tensor: tf.Tensor, **options: Any) -> tf.Tensor:
+    """Horovod's, without the counts that were received."""
+    return mpi_ops.alltoall(tensor, **options)[0]
 
 
 class Engine:
@@ -317,11 +198,15 @@ class Engine:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         sets[tuple(range(self.size))] = hvd.global_process_set
-        self.world = Group("world", range(self.size), hvd.global_process_set, self.rank)
+        self.world = self.everyone("world")
         self.groups = [
             Group(axis, ranks, sets.get(tuple(ranks)), self.rank) for axis, ranks in groups
         ]
         self._functions: dict[Any, Callable] = {}
+
+    def everyone(self, axis: str) -> Group:
+        """Returns the group of all ranks under the name of an axis."""
+        return Group(axis, range(self.size), hvd.global_process_set, self.rank)
 
     def agree(self, value: int, op: str) -> int:
         """Returns the min, max or sum of a small integer over all ranks."""
@@ -391,7 +276,7 @@ def distributed_tape(tape: tf.GradientTape, clock: Clock | None = None) -> tf.Gr
       clock: notes the time in flight, for the axis "data".
     """
     wrapped = hvd.DistributedGradientTape(tape, op=hvd.Sum, sparse_as_dense=True, num_groups=1)
-    if clock is not None and hvd.size() > 1 and _has_time():
+    if clock is not None and hvd.size() > 1:
         reduce = wrapped._allreduce_grads  # of the pinned release
 
         def timed(gradients: list[tf.Tensor], variables: list, generic: bool) -> list[tf.Tensor]:

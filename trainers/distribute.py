@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfbig.checkpoint_format import Slice
 from tfbig.model.gpt import GPT
 from trainers.base import Batch, StateReader
-from trainers.collectives import Clock
+from trainers.clock import Clock
 from trainers.gradients import BatchSums, Gradients, microbatch
 from trainers.replica import Local, ReplicaTrainer
 

@@ -7,7 +7,8 @@ from tfbig.config import Config, ParallelConfig
 from tfbig.errors import UserError
 from trainers.base import Batch
 from trainers.buckets import flatten, plan_buckets, unflatten
-from trainers.collectives import Clock, Engine, Group, distributed_tape
+from trainers.clock import Clock
+from trainers.collectives import Engine, distributed_tape
 from trainers.devices import prepare_devices
 from trainers.gradients import BatchSums, Gradients, batch_gradients
 from trainers.replica import ReplicaTrainer
@@ -50,8 +51,7 @@ class HorovodTrainer(ReplicaTrainer):
         self.rank = self.data_rank = self._engine.rank
         self.size = self.data_size = self.num_replicas = self._engine.size
         prepare_devices(config.parallel, self._engine.local_rank, self._engine.local_size)
-        world = self._engine.world
-        self._data = Group("data", world.ranks, world._process_set, self.rank)
+        self._data = self._engine.everyone("data")
 
     def agree(self, value: int, op: str) -> int:
         return self._engine.agree(value, op)

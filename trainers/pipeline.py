@@ -17,7 +17,8 @@ from tfbig.optimizer import Optimizer
 from tfbig.variables import variable_rule
 from trainers.agreement import check_equal_ranks
 from trainers.base import Batch, StateReader, StepResult, Trainer
-from trainers.collectives import Engine, Group, Stopwatch, seconds_in_flight
+from trainers.clock import Stopwatch, seconds_in_flight
+from trainers.collectives import Engine, Group
 from trainers.devices import prepare_devices
 from trainers.mesh import Mesh, make_mesh
 from trainers.partition import choose_partition
@@ -30,7 +31,7 @@ from trainers.pipeline_update import MeshGroups, Update
 from trainers.tensor_parallel import TensorParallel
 from trainers.tensor_state import TensorState
 from trainers.tensor_table import shard_table
-from trainers.token_history import TokenHistory, empty_history, extend
+from trainers.token_history import TokenHistory, empty_history, extend, new_tokens
 from trainers.validate import check_mesh_fits, check_one_device, derive_microbatch_size, num_chunks
 
 
@@ -278,13 +279,7 @@ class PipelineTrainer(Trainer):
         reset: np.ndarray,
         cache: TokenHistory,
     ) -> tuple[np.ndarray, TokenHistory]:
-        cache = self._extend(
-            cache,
-            tf.constant(tokens, tf.int32),
-            tf.constant(num_valid, tf.int32),
-            tf.constant(source_row, tf.int32),
-            tf.constant(reset, tf.bool),
-        )
+        cache = self._extend(cache, *new_tokens(tokens, num_valid, source_row, reset))
         rows, length = cache.tokens.shape
         shape = (rows, length, self.config.model.embed_dim)
         own = self._stepper.decode(self._forward_program(1), cache, shape)

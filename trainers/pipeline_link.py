@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from trainers.collectives import Clock, Group
+from trainers.clock import Clock
+from trainers.collectives import Group
 
 Intervals = dict[str, tf.Tensor]
 

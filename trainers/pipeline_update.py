@@ -1,6 +1,5 @@
 """What follows a step's passes on a mesh: reductions, the decision, the optimizer; one graph."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,14 +7,15 @@ import tensorflow as tf
 
 from tfbig.config import Config
 from tfbig.loss_scale import LossScale
-from tfbig.optimizer import Optimizer, decide, squared_norms_by_layer
+from tfbig.optimizer import Optimizer, decide, mean_norms, squared_norms_by_layer
 from trainers.base import Batch, StepResult
 from trainers.buckets import flatten, plan_buckets, unflatten
-from trainers.collectives import Clock, Group
+from trainers.clock import Clock
+from trainers.collectives import Group
 from trainers.gradients import Gradients
+from trainers.step_totals import pack, unpack
 from trainers.tensor_table import TOKEN_TABLE, Shard
 
-NUM_SIGNALS = 4
 FLOAT32_BYTES = 4
 
 
@@ -108,15 +108,14 @@ class Update:
         vector = tf.concat([squares, self._sums(batch, row_sums, signal)], 0)
         # Every rank takes part, so that none goes on, or ends, before all have come this far.
         vector = self._groups.world.all_reduce(vector, "sums", clock=clock)
-        count = self._num_sources
-        parts = tf.split(vector, [self._num_layers, 1, 1, count, count, NUM_SIGNALS])
-        squares, loss_sum, num_tokens = tf.cast(parts[0], tf.float32), parts[1][0], parts[2][0]
+        squares = tf.cast(vector[: self._num_layers], tf.float32)
+        sums = unpack(vector[self._num_layers :], self._num_sources)
         scale, scale_of_sum = self._loss_scale.value(), self._loss_scale.of_the_sum()
         decision = decide(
             self._config.optimizer,
             tf.reduce_sum(squares),
-            loss_sum,
-            num_tokens,
+            sums.loss_sum,
+            sums.num_tokens,
             max_loss,
             scale_of_sum,
         )
@@ -124,19 +123,12 @@ class Update:
         self._loss_scale.update(decision.finite)
         layer_norms = tf.zeros([0])
         if self._config.run.layer_grad_norms:
-            divisor = tf.cast(num_tokens, tf.float32)
-            divisor *= 1.0 if scale_of_sum is None else scale_of_sum
-            layer_norms = tf.math.divide_no_nan(tf.sqrt(squares), divisor)
-        seen = tf.range(NUM_SIGNALS) * tf.cast(parts[5] > 0, tf.int32)  # (signals,)
+            layer_norms = mean_norms(squares, sums.num_tokens, scale_of_sum)
         result = StepResult(
-            loss_sum=loss_sum,
-            num_tokens=num_tokens,
-            source_loss_sum=parts[3],
-            source_num_tokens=parts[4],
+            **sums._asdict(),
             grad_norm=decision.grad_norm,
             applied=decision.applied,
             loss_scale=scale,
-            signal=tf.reduce_max(seen),
             layer_grad_norms=layer_norms,
         )
         return result, clock.intervals()
@@ -152,18 +144,4 @@ class Update:
             row_loss, row_tokens = (tf.concat(parts, 0) for parts in zip(*row_sums, strict=True))
         else:
             row_loss = row_tokens = tf.zeros(batch["source_index"].shape)
-        row_loss, row_tokens = tf.cast(row_loss, tf.float64), tf.cast(row_tokens, tf.float64)
-        by_source = functools.partial(
-            tf.math.unsorted_segment_sum,
-            segment_ids=batch["source_index"],
-            num_segments=self._num_sources,
-        )
-        return tf.concat(
-            [
-                [tf.reduce_sum(row_loss), tf.reduce_sum(row_tokens)],
-                by_source(row_loss),
-                by_source(row_tokens),
-                tf.one_hot(signal, NUM_SIGNALS, dtype=tf.float64),
-            ],
-            0,
-        )
+        return pack(row_loss, row_tokens, batch["source_index"], signal, self._num_sources)

@@ -1,7 +1,6 @@
 """What strategies share in which every process holds the whole model."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,14 +13,19 @@ from tfbig.config import Config
 from tfbig.loss_scale import LossScale
 from tfbig.model.context import Context
 from tfbig.model.gpt import GPT
-from tfbig.optimizer import Optimizer, decide, squared_norm, squared_norms_by_layer
+from tfbig.optimizer import (
+    Optimizer,
+    decide,
+    mean_norms,
+    squared_norm,
+    squared_norms_by_layer,
+)
 from tfbig.variables import variable_rule
 from trainers.base import Batch, StateReader, StepResult, Trainer
-from trainers.collectives import Clock, seconds_in_flight
+from trainers.clock import Clock, seconds_in_flight
 from trainers.gradients import BatchSums, Gradients, batch_gradients, forward
-from trainers.token_history import TokenHistory, empty_history, extend
-
-NUM_SIGNALS = 4
+from trainers.step_totals import pack, unpack
+from trainers.token_history import TokenHistory, empty_history, extend, new_tokens
 
 
 class Local(NamedTuple):
@@ -154,13 +158,8 @@ class ReplicaTrainer(Trainer):
         reset: np.ndarray,
         cache: TokenHistory,
     ) -> tuple[np.ndarray, TokenHistory]:
-        logits, cache = self._decode(
-            tf.constant(tokens, tf.int32),
-            tf.constant(num_valid, tf.int32),
-            tf.constant(source_row, tf.int32),
-            tf.constant(reset, tf.bool),
-            cache,
-        )
+        arguments = new_tokens(tokens, num_valid, source_row, reset)
+        logits, cache = self._decode(cache, *arguments)
         return logits.numpy(), cache
 
     def timings(self) -> Callable[[], dict[str, float]]:
@@ -179,62 +178,34 @@ class ReplicaTrainer(Trainer):
     ) -> tuple[StepResult, dict[str, tf.Tensor]]:
         clock = Clock()
         gradients, sums = self._gradients(batch, step, clock)
-        totals = self._sum(self._pack(batch, sums, signal), clock)  # (2 + 2 sources + signals,)
-        count = self._num_sources
-        parts = tf.split(totals, [1, 1, count, count, NUM_SIGNALS])
-        loss_sum, num_tokens = parts[0][0], parts[1][0]
+        _, row_loss, row_tokens, _ = sums
+        vector = pack(row_loss, row_tokens, batch["source_index"], signal, self._num_sources)
+        totals = unpack(self._sum(vector, clock), self._num_sources)
         config = self.config.optimizer
         local = self._local()
         scale, scale_of_sum = local.loss_scale.value(), local.loss_scale.of_the_sum()
         decision = decide(
-            config, squared_norm(gradients), loss_sum, num_tokens, max_loss, scale_of_sum
+            config,
+            squared_norm(gradients),
+            totals.loss_sum,
+            totals.num_tokens,
+            max_loss,
+            scale_of_sum,
         )
         local.optimizer.apply(gradients, learning_rate, decision)
         local.loss_scale.update(decision.finite)
-        seen = tf.range(NUM_SIGNALS) * tf.cast(parts[4] > 0, tf.int32)  # (signals,)
+        layer_norms = tf.zeros([0])
+        if self.config.run.layer_grad_norms:
+            squares = squared_norms_by_layer(gradients, self.config.model.num_layers)
+            layer_norms = mean_norms(squares, totals.num_tokens, scale_of_sum)
         result = StepResult(
-            loss_sum=loss_sum,
-            num_tokens=num_tokens,
-            source_loss_sum=parts[2],
-            source_num_tokens=parts[3],
+            **totals._asdict(),
             grad_norm=decision.grad_norm,
             applied=decision.applied,
             loss_scale=scale,
-            signal=tf.reduce_max(seen),
-            layer_grad_norms=self._layer_norms(gradients, num_tokens, scale_of_sum),
+            layer_grad_norms=layer_norms,
         )
         return result, clock.intervals()
-
-    def _layer_norms(
-        self, gradients: Gradients, num_tokens: tf.Tensor, loss_scale: tf.Tensor | None
-    ) -> tf.Tensor:
-        if not self.config.run.layer_grad_norms:
-            return tf.zeros([0])
-        squares = squared_norms_by_layer(gradients, self.config.model.num_layers)
-        norms = tf.math.divide_no_nan(tf.sqrt(squares), tf.cast(num_tokens, tf.float32))
-        return norms if loss_scale is None else norms / loss_scale
-
-    def _pack(self, batch: Batch, sums: BatchSums, signal: tf.Tensor) -> tf.Tensor:
-        """Returns everything that is summed over ranks, in one float64 vector.
-
-        The signal travels as a one-hot, so that the same sum also gives its maximum.
-        """
-        by_source = functools.partial(
-            tf.math.unsorted_segment_sum,
-            segment_ids=batch["source_index"],
-            num_segments=self._num_sources,
-        )
-        row_loss = tf.cast(sums.row_loss_sum, tf.float64)
-        row_tokens = tf.cast(sums.row_num_tokens, tf.float64)
-        return tf.concat(
-            [
-                [tf.reduce_sum(row_loss), tf.reduce_sum(row_tokens)],
-                by_source(row_loss),
-                by_source(row_tokens),
-                tf.one_hot(signal, NUM_SIGNALS, dtype=tf.float64),
-            ],
-            0,
-        )
 
     def _evaluate_graph(self, batch: Batch, weights: str) -> tf.Tensor:
         scope = keras.StatelessScope()
@@ -248,14 +219,9 @@ class ReplicaTrainer(Trainer):
         return self._gather(tf.stack(sums[1:], axis=1))  # (global batch, 3)
 
     def _decode_graph(
-        self,
-        tokens: tf.Tensor,
-        num_valid: tf.Tensor,
-        source_row: tf.Tensor,
-        reset: tf.Tensor,
-        cache: TokenHistory,
+        self, cache: TokenHistory, *arguments: tf.Tensor
     ) -> tuple[tf.Tensor, TokenHistory]:
-        cache = extend(cache, tokens, num_valid, source_row, reset)
+        cache = extend(cache, *arguments)
         num_rows, max_length = cache.tokens.shape
         context = Context(
             step=tf.constant(0, tf.int64),

@@ -4,10 +4,19 @@ The gradients are ours, not Horovod's registered ones, which disagree among them
 and means.
 """
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from tfbig.model.tensor_split import TensorSplit
-from trainers.collectives import Group, Stopwatch
+from trainers.clock import Stopwatch
+from trainers.collectives import Group
+
+Exchange = Callable[[tf.Tensor, str], tf.Tensor]
+
+
+def _identity(x: tf.Tensor, name: str) -> tf.Tensor:
+    return tf.identity(x)
 
 
 class TensorParallel(TensorSplit):
@@ -28,32 +37,29 @@ class TensorParallel(TensorSplit):
         self.shares_positions = shares_positions and group.size > 1
 
     def enter(self, x: tf.Tensor, name: str) -> tf.Tensor:
-        if self.size == 1:
-            return x
-
-        @tf.custom_gradient
-        def run(x: tf.Tensor):
-            if self.shares_positions:
-                return (
-                    self._gather_positions(x, f"{name}.enter"),
-                    lambda upstream: self._scatter_positions(upstream, f"{name}.enter_gradient"),
-                )
-            return tf.identity(x), lambda upstream: self._reduce(upstream, f"{name}.enter_gradient")
-
-        return run(x)
+        if self.shares_positions:
+            return self._conjugate(
+                x, self._gather_positions, self._scatter_positions, name + ".enter"
+            )
+        return self._conjugate(x, _identity, self._reduce, name + ".enter")
 
     def leave(self, x: tf.Tensor, name: str) -> tf.Tensor:
+        if self.shares_positions:
+            return self._conjugate(
+                x, self._scatter_positions, self._gather_positions, name + ".leave"
+            )
+        return self._conjugate(x, self._reduce, _identity, name + ".leave")
+
+    def _conjugate(
+        self, x: tf.Tensor, forward: Exchange, backward: Exchange, name: str
+    ) -> tf.Tensor:
+        """Returns forward(x), whose gradient is backward(upstream)."""
         if self.size == 1:
             return x
 
         @tf.custom_gradient
         def run(x: tf.Tensor):
-            if self.shares_positions:
-                return (
-                    self._scatter_positions(x, f"{name}.leave"),
-                    lambda upstream: self._gather_positions(upstream, f"{name}.leave_gradient"),
-                )
-            return self._reduce(x, f"{name}.leave"), tf.identity
+            return forward(x, name), lambda upstream: backward(upstream, f"{name}_gradient")
 
         return run(x)
 

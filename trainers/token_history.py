@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -15,6 +16,18 @@ class TokenHistory(NamedTuple):
 def empty_history(num_rows: int, max_length: int) -> TokenHistory:
     """Returns a history without tokens."""
     return TokenHistory(tf.zeros([num_rows, max_length], tf.int32), tf.zeros([num_rows], tf.int32))
+
+
+def new_tokens(
+    tokens: np.ndarray, num_valid: np.ndarray, source_row: np.ndarray, reset: np.ndarray
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns the arguments of Trainer.decode_step as tensors, as `extend` takes them."""
+    return (
+        tf.constant(tokens, tf.int32),
+        tf.constant(num_valid, tf.int32),
+        tf.constant(source_row, tf.int32),
+        tf.constant(reset, tf.bool),
+    )
 
 
 def extend(

@@ -25,7 +25,8 @@ import trainers  # noqa: E402
 from tfbig.checkpoint_format import Slice  # noqa: E402
 from tfbig.config import Config, ModelConfig, replace_fields  # noqa: E402
 from tfbig.model.initialization import initial_value  # noqa: E402
-from trainers.collectives import Clock, Group  # noqa: E402
+from trainers.clock import Clock  # noqa: E402
+from trainers.collectives import Group  # noqa: E402
 from trainers.gradients import microbatch  # noqa: E402
 from trainers.replica import ReplicaTrainer  # noqa: E402
 

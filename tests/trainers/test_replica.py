@@ -148,7 +148,7 @@ def test_norms_by_layer_are_those_of_the_gradients(plain_results):
 
     @tf.function(autograph=False)
     def gradients_of(batch):
-        from trainers.collectives import Clock
+        from trainers.clock import Clock
 
         return trainer._gradients(batch, tf.constant(0, tf.int64), Clock())[0]
 
