@@ -140,7 +140,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, small_flags, capsys):
     data[-5] ^= 1
     part.write_bytes(data)
     assert train_here(*flags, "--steps=5") == 0
-    assert "step 4 is damaged" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "step 4 is damaged" in shown and "step      2  going on from its checkpoint" in shown
+    assert "step      3/5" in shown and "s with tracing" in shown  # no rate of a first step
     assert read_events(folder)[-1]["event"] == "stop"
     starts = [e["step"] for e in read_events(folder) if e["event"] == "start"]
     assert starts == [0, 2]
@@ -164,6 +166,7 @@ def test_a_signal_saves_and_leaves_with_143(tmp_path, small_flags):
     done = run([sys.executable, "-c", code, *flags], timeout=120)
     assert done.returncode == 143, done.stdout
     assert "Traceback" not in done.stdout
+    assert "the same command goes on from here" in done.stdout
     (info,) = list_checkpoints(folder / "checkpoints")
     assert 4 <= info.step <= 6
     reasons = [(e["event"], e["reason"]) for e in read_events(folder)]
@@ -248,19 +251,44 @@ def test_foreign_and_changed_data(tmp_path, small_data, small_flags):
         assert words in str(error.value)
 
 
-def test_no_room_for_a_checkpoint(tmp_path, small_flags, monkeypatch):
+@pytest.mark.parametrize("calls_before", [0, 1], ids=["at the start", "when it is saved"])
+def test_no_room_for_a_checkpoint(calls_before, tmp_path, small_flags, monkeypatch):
     import os
 
     real = os.statvfs
+    calls: list[object] = []
 
     def full(path):
         values = list(real(path))
-        values[4] = 100  # f_bavail: free blocks
+        calls.append(path)
+        if len(calls) > calls_before:
+            values[4] = 100  # f_bavail: free blocks
         return os.statvfs_result(values)
 
     monkeypatch.setattr(os, "statvfs", full)
     with pytest.raises(UserError, match="no room for a checkpoint"):
         train_here(*small_flags, f"--run_dir={tmp_path / 'run'}", "--steps=1", "--eval_every=0")
+    assert len(calls) == calls_before + 1
+    # Before a step is made nothing is left behind; after, the run's records are.
+    assert (tmp_path / "run").exists() is bool(calls_before)
+
+
+def test_the_room_that_is_asked_for_is_what_a_checkpoint_takes(run_dir, small_flags):
+    from tfbig.config import from_dict
+    from tfbig.run_state import state_bytes
+
+    config = from_dict(RunFolder(run_dir).read_config()["config"])
+    reader = CheckpointReader(list_checkpoints(RunFolder(run_dir).checkpoints_dir)[-1].path)
+    saved = sum(reader.read(path).nbytes for path in reader.paths())
+    assert 0 <= saved - state_bytes(config) <= 64  # the scalars
+
+
+@pytest.mark.parametrize("flag", ["--init_from=nowhere", "--run_dir=gs://bucket/run"])
+def test_no_data_is_prepared_for_a_run_that_cannot_be(flag, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # no --data: the default folder would be made here
+    with pytest.raises(UserError):
+        train_here(flag)
+    assert not list(tmp_path.iterdir())
 
 
 def test_fewer_gpus_than_local_ranks(monkeypatch):

@@ -101,14 +101,16 @@ class ProgressHook(Hook):
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._recent: list[float] = []
+        self._is_first = True
 
     def on_start(self, progress: Progress, resumed: bool) -> None:
+        if resumed:
+            self._console.print(f"step {progress.step:>6}  going on from its checkpoint")
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self._recent = [*self._recent[-19:], record["step_seconds"]]
         line = self._line(record)
         every = self._config.run.log_every
         if self._live is not None:
@@ -132,23 +134,29 @@ class ProgressHook(Hook):
     def on_stop(self, progress: Progress, reason: str) -> None:
         if self._live is not None:
             self._live.stop()
-        text = "finished" if reason == "done" else "stopped by a signal, saved"
+        stopped = "stopped by a signal, saved; the same command goes on from here"
+        text = "finished" if reason == "done" else stopped
         self._console.print(f"step {progress.step:>6}  {text}")
 
     def _line(self, record: dict[str, Any]) -> str:
-        # The first step's time is mostly tracing; the median forgets it.
-        seconds = sorted(self._recent)[len(self._recent) // 2]
-        left = seconds * (self._config.run.steps - record["step"])
-        parts = [
-            f"step {record['step']:>6}/{self._config.run.steps}  loss {record['loss']:.4f}",
-            f"{record['tokens_per_second']:,.0f} tokens/s",
-        ]
-        if record["mfu"] is not None:
-            parts.append(f"MFU {record['mfu']:.1%} of {record['peak_flops'] / 1e9:,.0f} GFLOP/s")
-        parts.append(f"{_clock(left)} left")
+        parts = [f"step {record['step']:>6}/{self._config.run.steps}  loss {record['loss']:.4f}"]
+        parts += self._rates(record)
         if not record["applied"]:
             parts.append("UPDATE SKIPPED")
         return "  ".join(parts)
+
+    def _rates(self, record: dict[str, Any]) -> list[str]:
+        seconds = record["step_seconds"]
+        if self._is_first:  # its time is mostly tracing, which says nothing about the others
+            self._is_first = False
+            return [f"{seconds:.1f} s with tracing"]
+        self._recent = [*self._recent[-19:], seconds]
+        median = sorted(self._recent)[len(self._recent) // 2]
+        rates = [f"{record['tokens_per_second']:,.0f} tokens/s"]
+        if record["mfu"] is not None:
+            rates.append(f"MFU {record['mfu']:.1%} of {record['peak_flops'] / 1e9:,.0f} GFLOP/s")
+        left = median * (self._config.run.steps - record["step"])
+        return [*rates, f"{_clock(left)} left"]
 
 
 def _clock(seconds: float) -> str:

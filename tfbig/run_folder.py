@@ -4,6 +4,7 @@ config.json  metrics.jsonl  events.jsonl  tensorboard/  checkpoints/  profiler-o
 report.html
 """
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -111,6 +112,12 @@ class RunFolder:
                 f"the run's folder {self.path} cannot be written to; change its permissions or "
                 "choose another run_dir"
             )
+
+    def remove_if_empty(self) -> None:
+        """Undoes `create`; a folder that holds anything stays."""
+        with contextlib.suppress(OSError):
+            self.checkpoints_dir.rmdir()
+            self.path.rmdir()
 
     def write_config(self, config: Mapping[str, Any], command: Sequence[str]) -> None:
         """Writes config.json atomically.

@@ -19,7 +19,7 @@ from tfbig.checkpoint import (
 from tfbig.checkpoint_format import RunState, Slice, num_bytes_to_write
 from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.checkpoint_writer import CheckpointWriter
-from tfbig.config import Config, to_dict
+from tfbig.config import Config, count_parameters, to_dict
 from tfbig.errors import UserError
 from tfbig.loop import Progress
 from tfbig.run_folder import RunFolder
@@ -47,6 +47,7 @@ MAY_DIFFER = (
 )
 # Of the parallel section, what the numbers depend on must match all the same.
 MUST_MATCH = ("parallel.precision",)
+FLOAT32_BYTES = 4
 SAVE_TIMEOUT = 1800.0  # seconds that rank 0 waits for the other ranks' parts
 
 
@@ -66,6 +67,24 @@ def identity(config: Config, data_identity: dict[str, Any]) -> dict[str, Any]:
 def _may_differ(name: str) -> bool:
     section = name.partition(".")[0]
     return name in MAY_DIFFER or f"{section}.*" in MAY_DIFFER
+
+
+def state_bytes(config: Config) -> int:
+    """Returns the bytes of a run's checkpoint: weights, AdamW's two slots, moving averages."""
+    optimizer = config.optimizer
+    copies = 1 + 2 * (optimizer.optimizer == "adamw") + (optimizer.ema_decay > 0)
+    return FLOAT32_BYTES * copies * count_parameters(config.model)
+
+
+def check_room(config: Config, folder: RunFolder) -> None:
+    """Checks, before a run begins, that its first checkpoint will find room.
+
+    Raises:
+      UserError: with the numbers.
+    """
+    error = free_disk_error(folder.checkpoints_dir, state_bytes(config))
+    if error:
+        raise UserError(error)
 
 
 class StateKeeper:
@@ -201,6 +220,8 @@ def check_shared(folder: RunFolder, trainer: Any, patience: float = 5.0) -> None
     blind = trainer.agree(blind, "max")
     if trainer.rank == 0:
         probe.unlink()
+        if blind >= 0:
+            folder.remove_if_empty()
     if blind >= 0:
         raise UserError(
             f"rank {blind} does not see {folder.path}, which rank 0 made: --run_dir must be on a "

@@ -42,16 +42,19 @@ def run(config: Config, command: Sequence[str] = ()) -> int:
       0 when all steps are made, 143 when a signal stopped the run after a save.
     """
     validate(config)
+    folder, initial = RunFolder(config.run.run_dir), open_initial(config)
     import trainers  # TensorFlow starts here, after the mistakes that need none of it
 
     trainer = trainers.trainer_class(config.parallel.strategy)(config)
     try:
-        return _train(config, trainer, command)
+        return _train(config, trainer, folder, initial, command)
     finally:
         trainer.close()
 
 
-def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
+def _train(
+    config: Config, trainer: Any, folder: RunFolder, initial: Any, command: Sequence[str]
+) -> int:
     from tfbig.durable_file import write_atomic
     from tfbig.hardware import peak_flops
     from tfbig.hooks import main_rank_hooks
@@ -65,10 +68,9 @@ def _train(config: Config, trainer: Any, command: Sequence[str]) -> int:
     for global_batch in {config.run.global_batch, schedule.global_batch(config.run, 0)}:
         derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
     data = open_data(config, trainer)
-    initial = open_initial(config)
 
     # Run folder and the checkpoint to go on from.
-    folder = open_run_folder(config, trainer)
+    make_run_folder(config, folder, trainer)
     check_shared(folder, trainer)
     keeper = StateKeeper(config, folder, trainer, data_identity(data))
     reader, notes = keeper.find()
@@ -190,12 +192,18 @@ def data_identity(data: Any) -> dict[str, Any]:
     }
 
 
-def open_run_folder(config: Config, trainer: Any) -> RunFolder:
-    """Returns the run's folder, made (and with --restart, renamed first) by rank 0."""
-    folder = RunFolder(config.run.run_dir)
+def make_run_folder(config: Config, folder: RunFolder, trainer: Any) -> None:
+    """Has rank 0 make the run's folder; with --restart, the old one is renamed first.
+
+    Raises:
+      UserError: on every rank, when it cannot be made or has no room for a checkpoint.
+    """
+    from tfbig.run_state import check_room
+
     error: UserError | None = None
     if trainer.rank == 0:
         try:
+            check_room(config, folder)
             if config.run.restart:
                 archive = archive_for_restart(folder.path)
                 if archive is not None:
@@ -205,7 +213,6 @@ def open_run_folder(config: Config, trainer: Any) -> RunFolder:
             error = failure
     if trainer.agree(int(error is not None), "max"):
         raise error or UserError(f"rank 0 could not make {folder.path}")
-    return folder
 
 
 def open_initial(config: Config) -> Any:
