@@ -12,7 +12,7 @@ from tfbig.errors import UserError
 EXIT_FAULT = 1  # ours or the machine's, with a traceback
 EXIT_USER_ERROR = 2  # a user's mistake, one line
 EXIT_SIGNAL = 143  # stopped by a signal after saving
-_OTHER_RANK_PATIENCE = 2.0  # seconds in which the launcher ends this rank for rank 0's error
+_OTHER_RANK_PATIENCE = 8.0  # seconds in which the launcher ends this rank for rank 0's error
 _OTHER_RANKS_NOTICE = 1.0  # seconds in which the others notice that this rank has failed
 _FAILED_RANK_PATIENCE = 15.0  # seconds in which the failed rank prints its error and ends
 
