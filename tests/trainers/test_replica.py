@@ -187,6 +187,18 @@ def test_what_cannot_be_compiled_is_refused():
         gradient_reduction(parallel(jit_compile=True, gradient_reduction="tape"))
 
 
+def test_the_tape_is_the_default_where_it_can_serve_and_refused_elsewhere():
+    def reduction(**fields):
+        return gradient_reduction(
+            make_config({"fields": {"strategy": "horovod", **fields}}).parallel
+        )
+
+    assert reduction() == "tape" and reduction(microbatches=2) == "buckets"
+    assert reduction(gradient_reduction="buckets") == "buckets"
+    with pytest.raises(UserError, match="--microbatches=2 makes 2 of them a step: use buckets"):
+        reduction(gradient_reduction="tape", microbatches=2)
+
+
 def test_tensor_float_32_is_a_switch():
     for wanted in (False, True):
         make(tf32=wanted)
