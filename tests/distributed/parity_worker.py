@@ -31,7 +31,8 @@ from trainers.gradients import microbatch  # noqa: E402
 from trainers.replica import ReplicaTrainer  # noqa: E402
 
 MODEL = {"vocab_size": 61, "max_length": 16, "embed_dim": 32, "num_layers": 2, "num_heads": 4}
-GLOBAL_BATCH, LENGTH, NUM_SOURCES = 12, 16, 3
+# 4 replicas x 4 microbatches x 3 rows, and 3 replicas x 16.
+GLOBAL_BATCH, LENGTH, NUM_SOURCES = 48, 16, 3
 
 
 def make_config(case: dict) -> Config:
@@ -70,6 +71,8 @@ def break_on_purpose(trainer, fault: str) -> None:
         trainer._gradients = lambda batch, step, clock: ReplicaTrainer._gradients(
             trainer, batch, step, clock
         )
+    elif fault == "overflow_on_last_replica":
+        overflow_on_last_replica(trainer)
     elif fault == "same_rows":  # every replica of a process takes the first one's
         trainer._part = lambda batch: microbatch(batch, 0, trainer.num_local)
     elif fault == "mean_of_means":
@@ -82,6 +85,24 @@ def break_on_purpose(trainer, fault: str) -> None:
         trainer._gradients = scaled
     elif fault:
         break_pipeline(trainer, fault)
+
+
+def overflow_on_last_replica(trainer) -> None:
+    """Makes the gradients of one replica infinite; its loss stays as it is."""
+    pipeline = trainer.config.parallel.strategy == "pipeline"
+    model = trainer._chunks[-1].model if pipeline else trainer.model
+    plain = model.head_loss
+
+    def head_loss(*arguments):
+        loss_sum, *rows = plain(*arguments)
+        context = tf.distribute.get_replica_context()
+        replica = trainer.data_rank
+        if context is not None and context.num_replicas_in_sync > 1:
+            replica = context.replica_id_in_sync_group
+        is_last = tf.equal(replica, trainer.num_replicas - 1)
+        return loss_sum * tf.where(is_last, np.inf, 1.0), *rows
+
+    model.head_loss = head_loss
 
 
 def break_pipeline(trainer, fault: str) -> None:
@@ -128,7 +149,7 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
 
     gradients = gather(trainer, output, first_gradients(trainer))
     saw |= {f"gradient/{path}": value for path, value in gradients.items()}
-    losses, signals = [], []
+    losses, signals, applied = [], [], []
     for step in range(case.get("steps", 3)):
         result = trainer.train_step(
             local_batch(trainer, step), step, config.optimizer.learning_rate, 0.0, trainer.rank % 3
@@ -136,8 +157,11 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
         losses.append(float(result.loss_sum / result.num_tokens))
         signals.append(int(result.signal))
         saw[f"sources/{step}"] = np.stack([result.source_loss_sum, result.source_num_tokens])
-        assert bool(result.applied)
+        applied.append(bool(result.applied))
     saw["losses"], saw["signals"] = np.array(losses), np.array(signals)
+    assert all(applied) or case.get("break")
+    # Seen of all ranks: how many of them applied each update.
+    saw["applied"] = np.array([trainer.agree(int(one), "sum") for one in applied])
     state = gather(trainer, output, trainer.state_slices())
     saw |= {f"state/{path}": value for path, value in state.items()}
     if config.parallel.strategy != "pipeline":
@@ -150,9 +174,14 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
     timings = trainer.timings()()
     saw["in_flight"] = np.array(sum(timings.values()))
     saw["axes"] = np.array(sorted(timings) or ["none"])
+    saw["loss_scale"] = np.array(result.loss_scale)
+    saw["layer_grad_norms"] = np.array(result.layer_grad_norms)
     if not case.get("brief"):
         saw["evaluation"] = np.stack(trainer.evaluate_step(local_batch(trainer, 7)))
         saw["decoded"] = decode(trainer)
+    if config.optimizer.ema_decay:
+        averaged = trainer.evaluate_step(local_batch(trainer, 7), weights="ema")
+        saw["averaged_evaluation"] = np.stack(averaged)
     saw["ranks"] = np.array(trainer.agree(10**trainer.rank, "sum"))
     trainer.barrier(60)
     if trainer.rank == 0:

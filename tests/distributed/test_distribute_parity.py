@@ -16,12 +16,13 @@ SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.0, "weight_decay
 ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3}
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
 CASES = {
-    # name: (fields, model); the global batch of 12 is 4 devices x 3, or 2 x 3 forwards x 2
+    # name: (fields, model)
     "sgd": (SGD, DROPOUT),
     "adamw": (ADAMW, {**DROPOUT, "tied_head": False}),
-    "accumulated": ({**SGD, "microbatches": 3}, DROPOUT),
+    "accumulated": ({**SGD, "microbatches": 4}, DROPOUT),
     "bfloat16": ({**SGD, "precision": "bfloat16"}, DROPOUT),
 }
+OVERFLOW = {"precision": "float16", "initial_loss_scale": 1024.0}
 FLOAT32 = ("sgd", "adamw", "accumulated")
 FAULTS = ("missing_allreduce", "mean_of_means")
 
@@ -36,6 +37,16 @@ def cases(strategy: dict, names: Iterable[str] = tuple(CASES), suffix: str = "")
         }
         for name in names
     ]
+
+
+def overflowing(strategy: dict, suffix: str) -> dict:
+    return {
+        "name": f"overflow{suffix}",
+        "fields": {**SGD, **OVERFLOW, **strategy},
+        "model": DROPOUT,
+        "break": "overflow_on_last_replica",
+        "brief": True,
+    }
 
 
 def faulty(strategy: dict, faults: tuple[str, ...]) -> list[dict]:
@@ -62,9 +73,10 @@ def mirrored(tmp_path_factory) -> dict[str, Saw]:
     four = {"strategy": "mirrored", "num_devices": 4}
     two = {"strategy": "mirrored", "num_devices": 2}
     all_cases = [
-        *cases(four, ("sgd", "adamw", "bfloat16"), "_4"),
-        *cases(two, ("adamw", "accumulated", "bfloat16"), "_2"),
+        *cases(four, ("sgd", "adamw", "accumulated", "bfloat16"), "_4"),
+        *cases(two, suffix="_2"),
         *faulty(two, (*FAULTS, "same_rows")),
+        overflowing(two, "_2"),
     ]
     return run_cases(tmp_path_factory.mktemp("mirrored"), 1, all_cases, 1500)
 
@@ -73,7 +85,11 @@ def mirrored(tmp_path_factory) -> dict[str, Saw]:
 def multi_worker(tmp_path_factory) -> dict[str, Saw]:
     """All cases of two processes, in one launch."""
     strategy = {"strategy": "multi_worker"}
-    all_cases = [*cases(strategy, suffix="_2"), *faulty(strategy, FAULTS)]
+    all_cases = [
+        *cases(strategy, suffix="_2"),
+        *faulty(strategy, FAULTS),
+        overflowing(strategy, "_2"),
+    ]
     folder: Path = tmp_path_factory.mktemp("multi_worker")
     run_cluster(2, [WORKER, str(folder), json.dumps(all_cases)], 1500)
     return {case["name"]: dict(np.load(folder / f"{case['name']}.npz")) for case in all_cases}
@@ -96,7 +112,7 @@ def check_equal(result: Saw, single: dict[str, Saw], name: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["sgd_4", "adamw_4", "adamw_2", "accumulated_2"])
+@pytest.mark.parametrize("name", ["sgd_4", "adamw_4", "accumulated_4", "sgd_2", "adamw_2", "accumulated_2"])
 def test_mirrored_equals_single(mirrored, single, name):
     check_equal(mirrored[name], single, name[:-2])
 
@@ -151,3 +167,11 @@ def test_faults_are_found(mirrored, multi_worker, single):
             assert error > 0.1, fault
             error, _ = largest_error(saw[fault], single["sgd"], "state/")
             assert error > 100 * TOLERANCE, fault
+
+
+@pytest.mark.distributed
+def test_an_overflow_on_one_rank_skips_the_update_on_all(mirrored, multi_worker):
+    for result in (mirrored["overflow_2"], multi_worker["overflow_2"]):
+        assert result["applied"].tolist() == [0, 0, 0]
+        assert result["loss_scale"] == 256, "1024, halved twice before the third step"
+        assert np.isfinite(result["losses"]).all()

@@ -15,6 +15,7 @@ SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.0, "weight_decay
 CLIPPED = {**SGD, "clip_norm": 0.5}
 ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3}
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
+FLOAT16 = {"precision": "float16", "initial_loss_scale": 1024.0}
 UNTIED = {"tied_head": False}
 TAPE = {"strategy": "horovod", "gradient_reduction": "tape"}
 # One megabyte holds the tiny model's gradients in one bucket; a bucket of 0 is not allowed, so
@@ -48,6 +49,15 @@ def horovod_cases(num_processes: int) -> list[dict]:
     ]
     if num_processes == 2:
         cases += [{"name": fault, "fields": {**SGD, **BUCKETS}, "break": fault} for fault in FAULTS]
+        cases += [
+            {
+                "name": f"overflow_{kind}",
+                "fields": {**SGD, **FLOAT16, **reduction},
+                "break": "overflow_on_last_replica",
+                "brief": True,
+            }
+            for kind, reduction in (("tape", TAPE), ("buckets", BUCKETS))
+        ]
     return cases
 
 
@@ -134,3 +144,11 @@ def test_faults_are_found(saw, fault):
 def test_dropout_is_really_on(saw):
     first = [saw[1, name]["losses"][0] for name in ("accumulated", "sgd")]
     assert abs(first[0] - first[1]) > 1e-4 * first[1]
+
+
+@pytest.mark.distributed
+def test_an_overflow_on_one_rank_skips_the_update_on_all(saw):
+    for result in (saw[2, "overflow_tape"], saw[2, "overflow_buckets"]):
+        assert result["applied"].tolist() == [0, 0, 0]
+        assert result["loss_scale"] == 256, "1024, halved twice before the third step"
+        assert np.isfinite(result["losses"]).all()
