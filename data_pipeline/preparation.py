@@ -69,7 +69,7 @@ def prepare(config: PrepareConfig, say: Say | None = None) -> Path:
     say = say or (lambda text: print(text, flush=True))
     _check_options(config)
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
-    if tokenizer:
+    if tokenizer and config.encoder != "auto":
         TokenEncoder(tokenizer, config.encoder)
     settings = _settings(config, tokenizer)
     folder = Path(
@@ -87,7 +87,7 @@ def prepare(config: PrepareConfig, say: Say | None = None) -> Path:
             finish_building(folder)
             say(f"{folder} is already prepared")
         else:
-            _build(config, settings, folder, say)
+            _build(config, settings, folder, tokenizer, say)
     except OSError as error:
         if error.errno in _NO_ROOM_OR_RIGHT:
             raise UserError(
@@ -188,7 +188,13 @@ def _check_same(folder: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def _build(config: PrepareConfig, settings: dict[str, Any], folder: Path, say: Say) -> None:
+def _build(
+    config: PrepareConfig,
+    settings: dict[str, Any],
+    folder: Path,
+    tokenizer: Tokenizer | None,
+    say: Say,
+) -> None:
     """Takes part in the making of the folder, with as many processes as are worth it."""
     start = time.perf_counter()
     inputs, corpus = inputs_of(config, folder)
@@ -204,7 +210,7 @@ def _build(config: PrepareConfig, settings: dict[str, Any], folder: Path, say: S
         num_bytes = sum(item.num_bytes for item in inputs)
         say(f"preparing {folder} from {len(inputs):,} files ({num_bytes / 1e6:,.1f} MB)")
         workers = min(config.workers or num_cores(), plan.num_tasks())
-        stages = Stages(plan, folder, max(1, num_cores() // workers), say)
+        stages = Stages(plan, folder, max(1, num_cores() // workers), say, tokenizer)
         with _helpers(folder, workers - 1, say):
             stages.run()
     say(f"{folder} is ready ({time.perf_counter() - start:.1f} s in all)")

@@ -45,12 +45,14 @@ class Stages:
       folder: of the data, taken part in.
       num_threads: that encode at the same time.
       say: is handed messages; None means another process of this machine says them.
+      known_tokenizer: the given one where it is loaded already.
     """
 
     plan: Plan
     folder: Path
     num_threads: int
     say: Say | None
+    known_tokenizer: Tokenizer | None = None
 
     def __post_init__(self) -> None:
         self.work = WorkFolder(self.folder)
@@ -117,7 +119,6 @@ class Stages:
                 self.tell("  training the tokenizer on the train split")
                 texts = training_texts(self.plan, chunks, self.folder, self.tell)
                 contents = train_tokenizer(texts, config.vocab_size)
-            Tokenizer(contents)
             write_atomic(path, contents)
             return {}
 
@@ -125,6 +126,8 @@ class Stages:
         self.work.run([item], make)
         if not path.exists():  # of an earlier plan that went back to this one
             make(item)
+        if self.known_tokenizer and self.known_tokenizer.is_of(path.read_bytes()):
+            return self.known_tokenizer
         return Tokenizer(path.read_bytes())
 
     def _tokenize(

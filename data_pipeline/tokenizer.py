@@ -16,6 +16,7 @@ from data_pipeline.token_store import token_dtype
 from tfbig.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+_BLOCK_IDS = 1 << 16  # ids whose sizes stay in a core's cache
 # GPT-2's pre-tokenizer, which the tokenizers library's ByteLevel has built in.
 # Source: github.com/openai/gpt-2, src/encoder.py.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -157,6 +158,10 @@ class Tokenizer:
         """
         return cls(read_tokenizer_file(path), str(path))
 
+    def is_of(self, contents: bytes) -> bool:
+        """Returns whether `contents` are the file that this one was made of."""
+        return sha256(contents).hexdigest() == self.sha256
+
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (n,) of a text."""
         encoding = self.library.encode(text, add_special_tokens=False)
@@ -176,7 +181,9 @@ class Tokenizer:
 
     def num_bytes(self, ids: np.ndarray) -> int:
         """Returns the bytes of text that ids stand for; special tokens stand for none."""
-        return int(self.num_bytes_of_token[np.asarray(ids)].sum())
+        flat = np.asarray(ids).reshape(-1)
+        blocks = range(0, len(flat), _BLOCK_IDS)
+        return sum(int(self.num_bytes_of_token[flat[k : k + _BLOCK_IDS]].sum()) for k in blocks)
 
     @cached_property
     def is_gpt2_like(self) -> bool:
@@ -236,13 +243,15 @@ def _bytes_of_tokens(
     """Returns the bytes of each id, and the ids of special tokens."""
     alphabet = byte_alphabet()
     added = {token["content"]: token for token in description.get("added_tokens", [])}
+    byte_of = alphabet.__getitem__
     token_bytes = [b""] * (max(vocabulary.values()) + 1)
     for token, token_id in vocabulary.items():
         if token in added:
             token_bytes[token_id] = token.encode()
-        elif all(character in alphabet for character in token):
-            token_bytes[token_id] = bytes(alphabet[character] for character in token)
         else:
-            raise UserError(f"{name}: its token {token!r} does not stand for bytes.")
+            try:
+                token_bytes[token_id] = bytes(map(byte_of, token))
+            except KeyError:
+                raise UserError(f"{name}: its token {token!r} does not stand for bytes.") from None
     special = [token["id"] for token in added.values() if token["special"]]
     return token_bytes, special

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +162,15 @@ class ChunkTokenizer:
     tokenizer: Tokenizer
     num_threads: int
 
+    @cached_property
+    def encoder(self) -> TokenEncoder:
+        """One for all chunks: it remembers pieces of text that it has seen."""
+        return TokenEncoder(self.tokenizer, self.plan.config.encoder)
+
     def __call__(self, item: str) -> Result:
         """Tokenizes one chunk and commits its store."""
         config = self.plan.config
-        encoder = TokenEncoder(self.tokenizer, config.encoder)
+        encoder = self.encoder
         store = ChunkStore(self.tokenizer, config.seed, has_prompts(config))
         start, encoding = time.perf_counter(), 0.0
         inputs, warnings = [], set()

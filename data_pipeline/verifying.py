@@ -5,12 +5,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data_pipeline.dataset import TokenData
 from data_pipeline.shards import LOSS_MASK, TOKENS, ShardReader
 
-_BLOCK_ROWS = 4096
+_BLOCK_ROWS = 512  # about a megabyte, which a core's cache holds while it is gone through
 
 
 def find_problems(folder: Path, say: Callable[[str], None]) -> Iterator[str]:
@@ -34,13 +32,14 @@ def find_problems(folder: Path, say: Callable[[str], None]) -> Iterator[str]:
             found = sha256()
             largest = -1
             for first in range(0, shard["rows"], _BLOCK_ROWS):
-                rows = np.arange(first, min(first + _BLOCK_ROWS, shard["rows"]))
-                found.update(reader.stored(rows[0], rows[-1] + 1))
+                last = min(first + _BLOCK_ROWS, shard["rows"])
+                rows = slice(first, last)
+                found.update(reader.stored(first, last))
                 tokens = reader.read(TOKENS, rows)
                 largest = max(largest, int(tokens.max()))
                 if int(tokens.min()) < 0 or largest >= data.vocab_size:
                     yield (
-                        f"{path}: rows {rows[0]} to {rows[-1]} have ids from {tokens.min()} to "
+                        f"{path}: rows {first} to {last - 1} have ids from {tokens.min()} to "
                         f"{tokens.max()}; the vocabulary has {data.vocab_size}"
                     )
                     break
