@@ -88,6 +88,20 @@ def identity(contents: Mapping[str, Any]) -> str:
     return sha256(data).hexdigest()
 
 
+def corpus_sha256(contents: Mapping[str, Any]) -> str:
+    """Returns one hash of a prepared corpus: its tokenizer and every shard, whoever made them.
+
+    Args:
+      contents: of a manifest.
+    """
+    shards = {
+        split: [[shard[name] for name in ("file", "source", "rows", "sha256")] for shard in shards]
+        for split, shards in ((k, v["shards"]) for k, v in contents["splits"].items())
+    }
+    named = {"tokenizer": contents["tokenizer"]["sha256"], "shards": shards}
+    return sha256(json.dumps(named, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
 def mixture_identity(contents: Mapping[str, Any], consumed_samples: int) -> str:
     """Returns the hash of the segments that a run has begun to consume.
 

@@ -95,6 +95,7 @@ def prepare(config: PrepareConfig, say: Say | None = None) -> Path:
                 "and run the same command again."
             ) from error
         raise
+    say(f"  corpus sha256 {manifest.corpus_sha256(manifest.read(folder).contents)}")
     return folder
 
 

@@ -80,6 +80,7 @@ def _text(data: Any, batch: Mapping[str, Any], row: int, limit: int) -> str:
 
 def verify(config: DataCommandConfig) -> int:
     """Checks every checksum and id; the exit code is 1 when something is wrong."""
+    from data_pipeline import manifest
     from data_pipeline.verifying import find_problems
 
     folder, _ = _folder_and_run(config)
@@ -87,6 +88,8 @@ def verify(config: DataCommandConfig) -> int:
     for problem in problems:
         print(f"tfbig data: {problem}", file=sys.stderr)
     print(f"{folder}: {f'{len(problems)} problems' if problems else 'all of it is intact'}")
+    if not problems:  # then the shards' hashes are the manifest's
+        print(f"corpus sha256 {manifest.corpus_sha256(manifest.read(folder).contents)}")
     return EXIT_FAULT if problems else 0
 
 

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ def identity(config: Config, data_identity: dict[str, Any]) -> dict[str, Any]:
 
     Args:
       config: the run.
-      data_identity: manifest and tokenizer hashes.
+      data_identity: hashes of manifest, tokenizer and mixture.
     """
     flat = flatten_fields(to_dict(config)) | flatten_fields({"data": data_identity})
     return {
@@ -94,11 +94,16 @@ class StateKeeper:
       config: the run.
       folder: its folder.
       trainer: built before `save` or `load`.
-      data_identity: what names the data: manifest and tokenizer hashes.
+      data_identity: consumed samples -> what names the data up to there: the hashes of manifest,
+        tokenizer and the mixture's segments that have begun.
     """
 
     def __init__(
-        self, config: Config, folder: RunFolder, trainer: Any, data_identity: dict[str, Any]
+        self,
+        config: Config,
+        folder: RunFolder,
+        trainer: Any,
+        data_identity: Callable[[int], dict[str, str]],
     ) -> None:
         self._config, self._folder, self._trainer = config, folder, trainer
         self._data_identity = data_identity
@@ -144,7 +149,8 @@ class StateKeeper:
 
     def _check_identity(self, reader: CheckpointReader) -> None:
         saved = reader.manifest["metadata"].get("identity", {})
-        lines = compare_for_resume(saved, identity(self._config, self._data_identity), ())
+        data = self._data_identity(int(reader.manifest["consumed_samples"]))
+        lines = compare_for_resume(saved, identity(self._config, data), ())
         if lines:
             raise UserError(
                 f"cannot resume {self._folder.path}: {'; '.join(lines)}. Use the run's own "
@@ -169,15 +175,15 @@ class StateKeeper:
             raise UserError(error)
         token = uuid.uuid4().int & (2**62 - 1)
         attempt = str(int(self._trainer.broadcast(np.array([token], np.int64))[0]))
-        config = self._config
+        config, data = self._config, self._data_identity(progress.consumed_samples)
         state = RunState(
             consumed_samples=progress.consumed_samples,
             seeds={"run": config.run.seed},
             loss_scale=loss_scale_of(slices),
             config=to_dict(config),
-            tokenizer_sha256=self._data_identity.get("tokenizer_sha256"),
-            data=self._data_identity,
-            metadata={**metadata, "identity": identity(config, self._data_identity)},
+            tokenizer_sha256=data.get("tokenizer_sha256"),
+            data=data,
+            metadata={**metadata, "identity": identity(config, data)},
         )
         self._writer.save(progress.step, slices, state, attempt)
         self._writer.wait_until_complete(progress.step, attempt)

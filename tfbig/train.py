@@ -72,7 +72,7 @@ def _train(
     # Run folder and the checkpoint to go on from.
     make_run_folder(config, folder, trainer)
     check_shared(folder, trainer)
-    keeper = StateKeeper(config, folder, trainer, data_identity(data))
+    keeper = StateKeeper(config, folder, trainer, data.identity)
     reader, notes = keeper.find()
 
     # Model, optimizer, state.
@@ -182,14 +182,6 @@ def open_data(config: Config, trainer: Any) -> Any:
             "prepare another folder."
         )
     return data
-
-
-def data_identity(data: Any) -> dict[str, Any]:
-    """Returns what names the data in a checkpoint."""
-    return {
-        "manifest_sha256": data.manifest_sha256,
-        "tokenizer_sha256": data.tokenizer_sha256,
-    }
 
 
 def make_run_folder(config: Config, folder: RunFolder, trainer: Any) -> None:

@@ -4,6 +4,7 @@ import shutil
 import numpy as np
 import pytest
 
+from data_pipeline import manifest
 from data_pipeline.dataset import TokenData
 from tfbig.data import main
 
@@ -42,6 +43,8 @@ def test_inspect_shows_what_the_step_trains_on(capsys, data_folder):
 def test_verify_finds_every_flipped_bit(capsys, folder):
     code, out, _ = run(capsys, "verify", f"--data={folder}")
     assert code == 0 and "all of it is intact" in out
+    digest = manifest.corpus_sha256(TokenData.open(folder).contents)
+    assert f"corpus sha256 {digest}" in out.splitlines()
     path = sorted(folder.glob("*-train.tfrecord-*"))[1]
     data = bytearray(path.read_bytes())
     stride = TokenData.open(folder).contents["stride"]
