@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 
 import numpy as np
@@ -108,6 +109,29 @@ def test_what_must_match_on_resume(run_dir, small_flags):
             train_here(*small_flags, f"--run_dir={run_dir}", "--steps=9", flag)
         assert words in str(error.value) and "--restart" in str(error.value)
     assert [r["step"] for r in read_metrics(run_dir)] == list(range(1, 9)), "nothing was lost"
+
+
+def test_the_data_must_be_the_same_up_to_where_the_run_is(tmp_path, small_data, small_flags):
+    data = shutil.copytree(small_data, tmp_path / "data")
+    flags = [*small_flags, f"--data={data}", f"--run_dir={tmp_path / 'run'}", "--eval_every=0"]
+    assert train_here(*flags, "--steps=2") == 0  # 12 samples
+    manifest = json.loads((data / "manifest.json").read_text())
+    weights = dict.fromkeys(manifest["sources"], 2.0)
+
+    def rewrite(**changes):
+        (data / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+    later = {"first_sample": 100, "weights": weights}
+    rewrite(mixture=[*manifest["mixture"], later])
+    assert train_here(*flags, "--steps=3") == 0  # what begins later is no other data
+    for changes, name in (
+        ({"mixture": [*manifest["mixture"], {**later, "first_sample": 6}]}, "mixture_sha256"),
+        ({"seed": 77}, "manifest_sha256"),
+    ):
+        rewrite(**changes)
+        with pytest.raises(UserError, match=f"data.{name}: the checkpoint has") as error:
+            train_here(*flags, "--steps=4")
+        assert "\n" not in str(error.value)
 
 
 def test_restart_renames_and_deletes_nothing(tmp_path, small_flags):

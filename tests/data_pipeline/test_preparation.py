@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import zstandard
 from sample_corpus import SEQUENCE_LENGTH, corpus_documents
 
 from data_pipeline.building import MARKER, building
@@ -14,6 +15,7 @@ from data_pipeline.dataset import TokenData
 from data_pipeline.documents import document_key, split_of
 from data_pipeline.preparation import default_folder, is_prepared, prepare
 from data_pipeline.stdlib_corpus import encode_jsonl_zst
+from data_pipeline.tokenizer import Tokenizer
 from tfbig.config import PrepareConfig
 from tfbig.errors import UserError
 
@@ -235,6 +237,50 @@ def test_what_is_complete_is_not_done_again(several, tmp_path, monkeypatch):
     prepare(dataclasses.replace(config, sequence_length=32), quiet)
     again = done[len(first) :]
     assert not set(first) & set(again) and len(again) >= 5
+
+
+HUGE = """
+import resource, sys
+from data_pipeline.preparation import prepare
+from tfbig.config import PrepareConfig
+
+prepare(eval(sys.argv[1]), say=lambda text: None)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.skipif(
+    "TFBIG_HUGE" not in os.environ, reason="takes 40 s and 6 GB of memory: set TFBIG_HUGE=1"
+)
+def test_a_document_of_500_megabytes_is_one_document(prepare_config, data_folder, tmp_path):
+    """In seconds, at some twelve times its size, with the ids of its parts."""
+    tokenizer = Tokenizer.load(data_folder / "tokenizer.json")
+    # No token crosses from one block to the next: a space behind a word begins a new piece.
+    block = "".join(f" word {k} caf\u00e9 \u65e5\u672c x{k * k}" for k in range(2000))
+    count = 500_000_000 // len(block.encode()) + 1
+    path = tmp_path / "huge.jsonl.zst"
+    with zstandard.open(path, "wb") as file:
+        file.write(b'{"text": "')
+        for _ in range(count):
+            file.write(block.encode())
+        file.write(b'"}\n')
+    config = dataclasses.replace(
+        prepare_config,
+        source=str(path),
+        tokenizer=str(data_folder / "tokenizer.json"),
+        sequence_length=2048,
+        validation_fraction=0.0,
+        shard_bytes=1 << 30,
+        workers=1,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", HUGE, repr(config)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 9000  # megabytes
+    (counts,) = TokenData.open(config.data).contents["statistics"]["train"].values()
+    assert counts["documents"] == 1 and counts["bytes"] == count * len(block.encode())
+    assert counts["tokens"] == count * len(tokenizer.encode(block)) + 1
 
 
 def test_a_worker_that_dies_is_done_without(several, tmp_path, monkeypatch):
