@@ -112,7 +112,9 @@ def check_equal(result: Saw, single: dict[str, Saw], name: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["sgd_4", "adamw_4", "accumulated_4", "sgd_2", "adamw_2", "accumulated_2"])
+@pytest.mark.parametrize(
+    "name", ["sgd_4", "adamw_4", "accumulated_4", "sgd_2", "adamw_2", "accumulated_2"]
+)
 def test_mirrored_equals_single(mirrored, single, name):
     check_equal(mirrored[name], single, name[:-2])
 
