@@ -13,6 +13,7 @@ import orjson
 from data_pipeline.input_files import UNNAMED_SOURCE, RecordFormat
 from tfbig.errors import UserError
 
+DOCUMENT_HASH = "sha256"  # splits, order and duplicates depend on it
 _PATIENCE = 1000  # records of a chunk after which hopeless input is given up early
 _HOPELESS = 0.5  # share of bad records that no fraction a user means reaches by accident
 # The Pile's replication code names some sets otherwise than the release does.

@@ -11,6 +11,7 @@ from typing import Any
 import zstandard
 
 from data_pipeline.codecs import ByteReader, decompress, is_remote, split_lines
+from data_pipeline.documents import DOCUMENT_HASH
 from data_pipeline.input_files import InputFile
 from data_pipeline.reading import Piece
 from data_pipeline.work import FOLDER, Result, WorkFolder
@@ -112,7 +113,7 @@ class Plan:
         So a chunk stays done when another input, the sequence length or the packing changes.
         """
         values = {name: getattr(self.config, name) for name in _TEXT_OPTIONS}
-        values["tokenizer"] = tokenizer_sha256
+        values["tokenizer"], values["document_hash"] = tokenizer_sha256, DOCUMENT_HASH
         if self.config.prompt_field or self.config.completion_field:
             values["sequence_length"] = self.config.sequence_length
         return [f"chunk-{self._name_of(pieces, values)}" for pieces in chunks]

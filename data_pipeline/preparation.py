@@ -14,6 +14,7 @@ from typing import Any
 
 from data_pipeline import manifest
 from data_pipeline.building import building, finish_building
+from data_pipeline.documents import DOCUMENT_HASH
 from data_pipeline.encoders import TokenEncoder
 from data_pipeline.estimating import estimate
 from data_pipeline.input_files import InputFile, RecordFormat, check_local, find_inputs
@@ -163,6 +164,7 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, A
     """Returns what the folder's bytes depend on besides the text."""
     settings = {name: value for name, value in asdict(config).items() if name not in _ONLY_HOW}
     settings["exclude_source"] = list(config.exclude_source)
+    settings["document_hash"] = DOCUMENT_HASH
     settings["tokenizer"] = tokenizer.sha256 if tokenizer else ""
     settings["vocab_size"] = tokenizer.vocab_size if tokenizer else config.vocab_size
     return dict(sorted(settings.items()))
