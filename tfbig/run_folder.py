@@ -119,23 +119,30 @@ class RunFolder:
             self.checkpoints_dir.rmdir()
             self.path.rmdir()
 
-    def write_config(self, config: Mapping[str, Any], command: Sequence[str]) -> None:
+    def write_config(
+        self,
+        config: Mapping[str, Any],
+        command: Sequence[str],
+        layout: Mapping[str, Any] | None = None,
+    ) -> None:
         """Writes config.json atomically.
 
         Args:
             config: the resolved configuration, by section.
             command: the command line, argument by argument.
+            layout: how the model is cut over the ranks, where it is.
         """
         record = {
             "config": config,
             "command": list(command),
+            "layout": layout,
             "versions": installed_versions(),
             "time": time.time(),
         }
         write_atomic(self.config_path, orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
 
     def read_config(self) -> dict[str, Any]:
-        """Returns what `write_config` wrote: config, command, versions, time.
+        """Returns what `write_config` wrote: config, command, layout, versions, time.
 
         Raises:
             UserError: when there is none, or it is damaged.

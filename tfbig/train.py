@@ -86,7 +86,8 @@ def _train(
     total_peak = 1e9 * trainer.agree(int(peak / 1e9), "sum")
     hooks = []
     if trainer.rank == 0:
-        folder.write_config(to_dict(config), command)
+        layout = trainer.layout()
+        folder.write_config(to_dict(config), command, layout and layout.record)
         # The run's own copy: its readers need nothing else of the data folder.
         write_atomic(folder.tokenizer_path, data.tokenizer_path.read_bytes())
         hooks = main_rank_hooks(config, folder)
@@ -256,6 +257,9 @@ def introduce(
         f"run folder {run.run_dir}",
         flush=True,
     )
+    layout = trainer.layout()
+    if layout is not None:
+        print(layout.table, flush=True)
     for note in notes:
         print(f"checkpoint of {note}; an older one is used", flush=True)
 

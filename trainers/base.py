@@ -29,6 +29,13 @@ class StepResult(NamedTuple):
     layer_grad_norms: tf.Tensor
 
 
+class Layout(NamedTuple):
+    """How a model is cut over the ranks."""
+
+    table: str  # to print
+    record: dict[str, Any]  # the same, ready for JSON
+
+
 class StateReader(Protocol):
     """What `load_state` needs of a checkpoint."""
 
@@ -165,6 +172,10 @@ class Trainer(abc.ABC):
         Returns:
           (logits (B, V) float32 after each row's last token, cache).
         """
+
+    def layout(self) -> Layout | None:
+        """Returns how the model is cut over the ranks, None where each holds all of it."""
+        return None
 
     def timings(self) -> Callable[[], dict[str, float]]:
         """Returns a function that gives the last step's communication, without waiting for it now.

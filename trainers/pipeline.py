@@ -16,7 +16,7 @@ from tfbig.model.gpt import GPT
 from tfbig.optimizer import Optimizer
 from tfbig.variables import variable_rule
 from trainers.agreement import check_equal_ranks
-from trainers.base import Batch, StateReader, StepResult, Trainer
+from trainers.base import Batch, Layout, StateReader, StepResult, Trainer
 from trainers.clock import Stopwatch, seconds_in_flight
 from trainers.collectives import Engine, Group
 from trainers.devices import prepare_devices
@@ -137,7 +137,8 @@ class PipelineTrainer(Trainer):
                     precision=config.parallel.precision,
                     split=split,
                 ),
-                jit_compile=config.parallel.jit_compile,
+                training,
+                config.parallel.jit_compile,
             )
             for chunk in range(self._num_chunks)
         ]
@@ -291,6 +292,14 @@ class PipelineTrainer(Trainer):
         logits = self._share(tf.constant(everyone)).numpy()[:, : self.config.model.vocab_size]
         logits[:, self._vocab_size :] = -np.inf
         return logits, cache
+
+    def layout(self) -> Layout:
+        sizes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.sizes.items())
+        placement = self.config.parallel.placement_strategy
+        return Layout(
+            f"mesh {sizes}; placement {placement}\n{self.partition.table()}",
+            {"mesh": dict(self.mesh.sizes), "stages": self.partition.to_dict()},
+        )
 
     def pass_seconds(self) -> dict[str, float]:
         """Returns the seconds of the last step's "forward" and "backward" passes on this rank."""

@@ -1,6 +1,7 @@
 """The parts of the model that one pipeline rank holds, and their passes over one microbatch."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import keras
@@ -10,43 +11,53 @@ from tfbig.model.context import Context, make_context
 from tfbig.model.gpt import GPT
 from trainers.base import Batch
 from trainers.gradients import BatchSums, microbatch
+from trainers.passes import Passes, flat_function
 from trainers.token_history import TokenHistory
 
 
 class Pending(NamedTuple):
     """A microbatch between its forward and its backward pass through a chunk."""
 
-    tape: tf.GradientTape
-    input: tf.Tensor | None
-    output: tf.Tensor  # hidden state (b, T, D), or the loss sum
+    passes: Passes
+    arguments: list[tf.Tensor]
+    kept: Sequence[tf.Tensor]
 
 
 class Chunk:
     """Some consecutive blocks of the model, with the embedding and the head where they belong.
 
-    Passes get the weights as arguments, in the compute dtype and made once a step: what TensorFlow
-    keeps of a forward pass for its backward pass then holds no copy of them for each microbatch.
+    Passes get the weights as arguments, in the compute dtype and made once a step: what is kept of
+    a forward pass for its backward pass then holds no copy of them for each microbatch.
 
     Args:
       model: a GPT with a block range.
+      training: whether there will be backward passes.
       jit_compile: whether XLA compiles the passes; never where they hold collectives.
     """
 
-    def __init__(self, model: GPT, jit_compile: bool = False) -> None:
+    def __init__(self, model: GPT, training: bool = True, jit_compile: bool = False) -> None:
         self.model = model
+        self._jit_compile = jit_compile
         self._keras_variables: list[keras.Variable] = list(model.canonical_variables().values())
         self.variables: dict[str, tf.Variable] = {
             path: variable.value for path, variable in model.canonical_variables().items()
         }
         self._weights: list[tf.Tensor] = []
-        self._totals: list[tf.Variable] = []
+        self._totals = (
+            [
+                tf.Variable(tf.zeros(variable.shape), trainable=False, name="total")
+                for variable in self._keras_variables
+            ]
+            if training
+            else []
+        )
+        self._passes: dict[tuple, Passes] = {}
         self._pending: dict[int, Pending] = {}
         self._num_added = 0
-        self._run = tf.function(self._graph, autograph=False, jit_compile=jit_compile or None)
+        self._accumulate: dict[bool, Callable] = {}
+        self._evaluate = tf.function(self._evaluate_graph, autograph=False)
         self._run_decode = tf.function(self._decode_graph, autograph=False)
         self._read = tf.function(self._read_weights, autograph=False)
-        self._set = tf.function(self._set_totals, autograph=False)
-        self._add = tf.function(self._add_to_totals, autograph=False)
 
     def begin(self, values: Mapping[str, tf.Variable] | None = None) -> None:
         """Reads the weights; before the first pass of a step or an evaluation.
@@ -68,7 +79,6 @@ class Chunk:
         index: int,
         num_microbatches: int,
         step: tf.Tensor,
-        training: bool,
     ) -> tf.Tensor | BatchSums:
         """Returns the hidden state that leaves the chunk, or the loss sums of the last one.
 
@@ -77,20 +87,16 @@ class Chunk:
           batch: this rank's copy of the step's batch.
           index: of the microbatch.
           num_microbatches: into which the batch is cut.
-          step: scalar int64.
-          training: turns dropout on and keeps what the backward pass needs.
+          step: scalar int64, on which dropout depends.
         """
-        arguments = (hidden, dict(batch), tf.constant(index), num_microbatches, step, training)
-        if not training:
-            return self._run(self._weights, *arguments)
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(self._weights)
-            if hidden is not None:
-                tape.watch(hidden)
-            result = self._run(self._weights, *arguments)
-        output = result.loss_sum if isinstance(result, BatchSums) else result
-        self._pending[index] = Pending(tape, hidden, output)
-        return result
+        key = (num_microbatches, *sorted((name, tuple(x.shape)) for name, x in batch.items()))
+        if key not in self._passes:
+            self._passes[key] = self._make_passes(batch, num_microbatches)
+        inputs = [] if hidden is None else [hidden]
+        arguments = [*self._weights, *inputs, tf.constant(index), step, *_in_order(batch)]
+        results, kept = self._passes[key].forward(arguments)
+        self._pending[index] = Pending(self._passes[key], arguments, kept)
+        return BatchSums(*results) if self.model.has_head else results[0]
 
     def backward(self, index: int, upstream: tf.Tensor | None) -> tf.Tensor | None:
         """Adds a microbatch's gradients to the totals; returns that of the chunk's input.
@@ -99,12 +105,32 @@ class Chunk:
           index: of the microbatch.
           upstream: gradient of the chunk's output; of the last chunk's loss sum, None means 1.
         """
-        tape, hidden, output = self._pending.pop(index)
-        inputs = [] if hidden is None else [hidden]
-        gradients = tape.gradient(output, inputs + self._weights, output_gradients=upstream)
-        (self._add if self._num_added else self._set)(gradients[len(inputs) :])
+        passes, arguments, kept = self._pending.pop(index)
+        gradients = passes.backward(
+            arguments, kept, tf.constant(1.0) if upstream is None else upstream
+        )
+        num_weights = len(self._weights)
+        if not self._accumulate:
+            specs = [tf.TensorSpec.from_tensor(weight) for weight in self._weights]
+            self._accumulate = {
+                is_first: flat_function(functools.partial(self._add, is_first), specs)
+                for is_first in (True, False)
+            }
+        self._accumulate[self._num_added == 0](*gradients[:num_weights])
         self._num_added += 1
-        return gradients[0] if inputs else None
+        return gradients[num_weights] if len(gradients) > num_weights else None
+
+    def evaluate(
+        self, hidden: tf.Tensor | None, batch: Batch, index: int, num_microbatches: int
+    ) -> tf.Tensor | BatchSums:
+        """Returns what `forward` returns, without dropout and with nothing kept."""
+        arguments = (hidden, dict(batch), tf.constant(index), num_microbatches)
+        return self._evaluate(self._weights, *arguments)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that one microbatch keeps here between its forward and its backward pass."""
+        return max((passes.kept_bytes for passes in self._passes.values()), default=0)
 
     def take_totals(self) -> dict[str, tf.Tensor]:
         """Returns the gradients summed over the step's microbatches, and begins anew."""
@@ -130,9 +156,52 @@ class Chunk:
         weights = self.model.compute_weights(values or self.variables)
         return [tf.identity(value) for value in weights.values()]
 
-    def _graph(
+    def _make_passes(self, batch: Batch, num_microbatches: int) -> Passes:
+        """Returns the training passes over one microbatch of such a batch."""
+        names, num_weights = sorted(batch), len(self._weights)
+        size, length = batch["tokens"].shape[0] // num_microbatches, batch["tokens"].shape[1] - 1
+        hidden_spec = tf.TensorSpec(
+            [size, self.model.split.own_length(length), self.model.config.embed_dim],
+            self.model.compute_dtype,
+        )
+        inputs = [] if self.model.has_embedding else [hidden_spec]
+
+        def run(*arguments: tf.Tensor) -> Sequence[tf.Tensor]:
+            weights, rest = arguments[:num_weights], list(arguments[num_weights:])
+            hidden = rest.pop(0) if inputs else None
+            index, step, *values = rest
+            part = dict(zip(names, values, strict=True))
+            result = self._pass(weights, hidden, part, index, num_microbatches, step, True)
+            return list(result) if isinstance(result, BatchSums) else [result]
+
+        return Passes(
+            run,
+            [
+                *map(tf.TensorSpec.from_tensor, self._weights),
+                *inputs,
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.int64),
+                *map(tf.TensorSpec.from_tensor, _in_order(batch)),
+            ],
+            num_weights + len(inputs),
+            tf.TensorSpec([], tf.float32) if self.model.has_head else hidden_spec,
+            self._jit_compile,
+        )
+
+    def _evaluate_graph(
         self,
         weights: list[tf.Tensor],
+        hidden: tf.Tensor | None,
+        batch: Batch,
+        index: tf.Tensor,
+        num_microbatches: int,
+    ) -> tf.Tensor | BatchSums:
+        step = tf.constant(0, tf.int64)
+        return self._pass(weights, hidden, batch, index, num_microbatches, step, False)
+
+    def _pass(
+        self,
+        weights: Sequence[tf.Tensor],
         hidden: tf.Tensor | None,
         batch: Batch,
         index: tf.Tensor,
@@ -175,15 +244,13 @@ class Chunk:
             last = tf.gather(hidden, last, batch_dims=1)[:, tf.newaxis]  # (B, 1, D)
             return tf.cast(self.model.logits(last)[:, 0], tf.float32)  # (B, V of this rank)
 
-    def _set_totals(self, gradients: list[tf.Tensor]) -> None:
-        if not self._totals:
-            self._totals = [
-                tf.Variable(tf.zeros(variable.shape), trainable=False, name="total")
-                for variable in self._keras_variables
-            ]
+    def _add(self, is_first: bool, *gradients: tf.Tensor) -> list[tf.Tensor]:
+        """Adds one microbatch's gradients to the totals, or begins them with the first one's."""
         for total, gradient in zip(self._totals, gradients, strict=True):
-            total.assign(tf.cast(gradient, tf.float32))
+            gradient = tf.cast(gradient, tf.float32)
+            total.assign(gradient) if is_first else total.assign_add(gradient)
+        return []
 
-    def _add_to_totals(self, gradients: list[tf.Tensor]) -> None:
-        for total, gradient in zip(self._totals, gradients, strict=True):
-            total.assign_add(tf.cast(gradient, tf.float32))
+
+def _in_order(batch: Batch) -> list[tf.Tensor]:
+    return [batch[name] for name in sorted(batch)]

@@ -58,9 +58,10 @@ class Stepper:
             if action.kind == "backward":
                 upstream = loss_scale if value is None else value
                 return chunk.backward(action.microbatch, upstream)
-            result = chunk.forward(
-                value, batch, action.microbatch, num_microbatches, step, training
-            )
+            if training:
+                result = chunk.forward(value, batch, action.microbatch, num_microbatches, step)
+            else:
+                result = chunk.evaluate(value, batch, action.microbatch, num_microbatches)
             if isinstance(result, BatchSums):
                 sums.append(result)
                 return None

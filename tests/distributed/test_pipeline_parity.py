@@ -53,6 +53,34 @@ VARIANTS = {
     "untied_bfloat16": (SGD | BFLOAT16, {"tied_head": False}, 1),
     "untied_adamw": (ADAMW, {"tied_head": False}, 3),
 }
+# Each on p2t2, which cuts every kind of layer.
+MODELS = {
+    "blog": (
+        SGD,
+        {
+            "head_dim": 16,
+            "feed_forward_dim": 48,
+            "norm_order": "post",
+            "norm_epsilon": 1e-6,
+            "final_norm": False,
+            "activation": "relu",
+            "tied_head": False,
+            "head_bias": True,
+        },
+    ),
+    "neox": (
+        SGD,
+        {
+            "position_embedding": "rotary",
+            "rotary_fraction": 0.5,
+            "parallel_residual": True,
+            "activation": "gelu",
+            "tied_head": False,
+        },
+    ),
+    "averaged": (SGD | {"ema_decay": 0.9, "layer_grad_norms": True}, {}),
+    "float16": (SGD | {"precision": "float16", "initial_loss_scale": 1024.0}, {}),
+}
 FAULTS = {
     # fault: the layout it is put into
     "wrong_loss_scale": "p2",
@@ -81,7 +109,18 @@ def reference_cases() -> list[dict]:
                         "model": model_of(model, layers),
                     }
                 )
+    cases += [model_case(name, {"strategy": "single"}) for name in MODELS]
     return cases
+
+
+def model_case(name: str, layout: dict) -> dict:
+    fields, model = MODELS[name]
+    return {
+        "name": f"{'' if layout['strategy'] == 'single' else 'p2t2_'}{name}",
+        "steps": STEPS,
+        "fields": {**fields, **layout},
+        "model": model_of(model, 2),
+    }
 
 
 def model_of(model: dict, layers: int) -> dict:
@@ -122,6 +161,18 @@ def layout_cases(world: int) -> list[dict]:
                         "model": model_of({"tied_head": True}, layout.layers),
                     }
                 )
+        if layout.name == "d2p2":
+            cases.append(
+                {
+                    "name": "overflow",
+                    "break": "overflow_on_last_replica",
+                    "fields": {**fields_of(layout), **MODELS["float16"][0], "microbatches": 2},
+                    "model": model_of({}, 2),
+                    "brief": True,
+                }
+            )
+        if layout.name == "p2t2":
+            cases += [model_case(name, fields_of(layout) | {"microbatches": 4}) for name in MODELS]
     return cases
 
 
@@ -184,6 +235,38 @@ def test_bfloat16_is_as_exact_as_on_one_device(saw, references, layout):
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("name", ["blog", "neox", "averaged"])
+def test_every_kind_of_model_is_cut(saw, references, name):
+    result, reference = saw[f"p2t2_{name}"], references[name]
+    assert loss_error(result, reference) < TOLERANCE
+    for prefix in ("gradient/", "state/"):
+        error, path = largest_error(result, reference, prefix)
+        assert error < TOLERANCE, path
+        assert {p for p in result if p.startswith(prefix)} == {
+            p for p in reference if p.startswith(prefix)
+        }
+    np.testing.assert_allclose(result["decoded"], reference["decoded"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.distributed
+def test_averages_and_norms_by_layer_are_of_the_whole_model(saw, references):
+    result, reference = saw["p2t2_averaged"], references["averaged"]
+    assert any(path.startswith("state/ema/") for path in reference)
+    for name in ("averaged_evaluation", "layer_grad_norms"):
+        np.testing.assert_allclose(result[name], reference[name], rtol=1e-4, atol=1e-4)
+    assert not np.allclose(reference["averaged_evaluation"], reference["evaluation"], rtol=1e-3)
+
+
+@pytest.mark.distributed
+def test_float16_is_as_exact_as_on_one_device(saw, references):
+    float32 = references[reference_name("tied", 2)]
+    allowed = 2 * overall_error(references["float16"], float32, "state/transformer_blocks")
+    assert 1e-5 < allowed < 0.1, "float16 was not used"
+    assert overall_error(saw["p2t2_float16"], float32, "state/transformer_blocks") <= allowed
+    assert saw["p2t2_float16"]["loss_scale"] == references["float16"]["loss_scale"] == 1024
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_axis_and_rank_took_part(saw, layout):
     result = saw[f"{layout.name}_tied"]
@@ -210,3 +293,11 @@ def test_dropout_is_on(references):
     assert np.std(losses) > 0 and not np.allclose(
         losses, references[reference_name("untied_adamw", 2)]["losses"], rtol=1e-3
     )
+
+
+@pytest.mark.distributed
+def test_an_overflow_on_one_rank_skips_the_update_on_all(saw):
+    for result in (saw["overflow"],):
+        assert result["applied"].tolist() == [0, 0, 0]
+        assert result["loss_scale"] == 256, "1024, halved twice before the third step"
+        assert np.isfinite(result["losses"]).all()

@@ -77,11 +77,15 @@ class TensorSplit:
         """Returns the index of the first position here, of `num_positions` here."""
         return self.index * num_positions if self.shares_positions else 0
 
+    def own_length(self, length: int) -> int:
+        """Returns how many of `length` positions a hidden state has here."""
+        return length // self.size if self.shares_positions else length
+
     def own_positions(self, x: tf.Tensor, axis: int) -> tf.Tensor:
         """Returns this part's positions of a tensor that has all of them along `axis`."""
         if not self.shares_positions:
             return x
-        count = x.shape[axis] // self.size
+        count = self.own_length(x.shape[axis])
         begin, size = [0] * x.shape.rank, [-1] * x.shape.rank
         begin[axis], size[axis] = self.index * count, count
         return tf.slice(x, begin, size)

@@ -1,0 +1,43 @@
+"""The training command under horovodrun with the model cut over two ranks."""
+
+import orjson
+import pytest
+
+from tests.distributed.launch import horovodrun
+
+FLAGS = [
+    "--strategy=pipeline",
+    "--pipeline_parallel_degree=2",
+    "--microbatches=2",
+    "--num_layers=3",
+    "--steps=2",
+]
+# Trains with a flag that is not the same on all ranks.
+UNEQUAL = (
+    "import os, sys; from tfbig.train import main;"
+    " main([*sys.argv[1:], '--seed=' + os.environ['HOROVOD_RANK']])"
+)
+
+
+@pytest.mark.distributed
+def test_the_partition_is_printed_saved_and_can_be_given(tmp_path, small_flags):
+    command = ["-m", "tfbig.train", *small_flags, *FLAGS, "--partition=2,1"]
+    done = horovodrun(2, [*command, f"--run_dir={tmp_path / 'run'}"], timeout=240)
+    assert done.returncode == 0, done.stdout
+    assert "mesh data 1, pipeline 2, tensor 1; placement cluster" in done.stdout
+    assert done.stdout.count("activation MB x in flight") == 1, "rank 0 alone prints it"
+    layout = orjson.loads((tmp_path / "run/config.json").read_bytes())["layout"]
+    assert layout["mesh"] == {"data": 1, "pipeline": 2, "tensor": 1}
+    assert [stage["block_range"] for stage in layout["stages"]] == [[0, 2], [2, 3]]
+
+
+@pytest.mark.distributed
+def test_ranks_that_were_told_different_things_are_refused(tmp_path, small_flags):
+    arguments = ["-c", UNEQUAL, *small_flags, *FLAGS, f"--run_dir={tmp_path / 'run'}"]
+    done = horovodrun(2, arguments, timeout=240)
+    assert done.returncode != 0
+    ours = [line for line in done.stdout.splitlines() if "the ranks differ" in line]
+    assert len(ours) == 1 and ours[0].startswith("[0]<stderr>:"), done.stdout
+    assert "--seed" in ours[0] and "--embed_dim" not in ours[0]
+    assert "Exit code: 2" in done.stdout and "Traceback" not in done.stdout
+    assert not (tmp_path / "run").exists()
