@@ -136,6 +136,7 @@ class PipelineTrainer(Trainer):
                     seed=config.run.seed,
                     precision=config.parallel.precision,
                     split=split,
+                    attention=config.parallel.attention,
                 ),
                 training,
                 config.parallel.jit_compile,

@@ -66,7 +66,10 @@ class ReplicaTrainer(Trainer):
     def _make_model(self) -> GPT:
         config = self.config
         return GPT.from_config(
-            config.model, seed=config.run.seed, precision=config.parallel.precision
+            config.model,
+            seed=config.run.seed,
+            precision=config.parallel.precision,
+            attention=config.parallel.attention,
         )
 
     def _make_locals(self, variables: dict[str, tf.Variable], training: bool) -> list[Local]:

@@ -28,18 +28,19 @@ def causal_attention(
       first_head: index of the first head here in the full layer, which keys its dropout.
 
     Returns:
-      (B, T, H, head_dim). The softmax is computed in float32.
+      (B, T, H, head_dim). The softmax is computed in float32, in float64 for float64 inputs.
     """
     num_positions, num_heads, head_dim = query.shape[1:]
     query, key, value = (tf.transpose(x, [0, 2, 1, 3]) for x in (query, key, value))  # (B, H, T, d)
     query *= tf.cast(1.0 / math.sqrt(head_dim), query.dtype)
-    scores = tf.cast(tf.matmul(query, key, transpose_b=True), tf.float32)  # (B, H, T, T)
+    dtype = tf.float64 if query.dtype == tf.float64 else tf.float32
+    scores = tf.cast(tf.matmul(query, key, transpose_b=True), dtype)  # (B, H, T, T)
     position = tf.range(num_positions)
     visible = position[:, tf.newaxis] >= position  # (T, T)
     if document_ids is not None:
         same = document_ids[:, :, tf.newaxis] == document_ids[:, tf.newaxis, :]  # (B, T, T)
         visible = (visible & same)[:, tf.newaxis]  # (B, 1, T, T)
-    weights = tf.nn.softmax(tf.where(visible, scores, tf.float32.min))  # (B, H, T, T)
+    weights = tf.nn.softmax(tf.where(visible, scores, dtype.min))  # (B, H, T, T)
     if dropout_keys is not None and dropout_rate > 0:
         shape = [num_heads, num_positions, num_positions]
         first = first_head * num_positions**2

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfbig.model.attention import causal_attention
+from tfbig.model.blockwise_attention import BlockwiseAttention
 from tfbig.model.context import Context
 from tfbig.model.dropout import dropout, sample_keys
 from tfbig.model.layers import Projection, make_norm
@@ -31,6 +32,7 @@ class CausalSelfAttention(keras.layers.Layer):
       rotary_base: of the rotary angles.
       split: which of the heads are here.
       path: name of its collectives.
+      blockwise: attends where it serves; None means the plain form at every length.
     """
 
     def __init__(
@@ -44,10 +46,12 @@ class CausalSelfAttention(keras.layers.Layer):
         rotary_base: float = 10_000.0,
         split: TensorSplit = WHOLE,
         path: str = "",
+        blockwise: BlockwiseAttention | None = None,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
         self.rate, self.split, self.path_name = rate, split, path
+        self.blockwise = blockwise
         self.rotary_dim, self.rotary_base = rotary_dim, rotary_base
         self.first_head, num_heads = split.part(num_heads)
         dtype = self.dtype_policy
@@ -69,9 +73,12 @@ class CausalSelfAttention(keras.layers.Layer):
             query, key = (
                 rotary(part, position, self.rotary_dim, self.rotary_base) for part in (query, key)
             )
-        attended = causal_attention(
-            query, key, value, document_ids, dropout_keys, self.rate, self.first_head
-        )
+        if self.blockwise is not None and self.blockwise.serves(query.shape[1]):
+            attended = self.blockwise(query, key, value, document_ids, dropout_keys)
+        else:
+            attended = causal_attention(
+                query, key, value, document_ids, dropout_keys, self.rate, self.first_head
+            )
         return self.out(attended, leave=leave_of(self.split, self.path_name))  # (B, T, D)
 
 
@@ -141,6 +148,7 @@ class TransformerBlock(keras.layers.Layer):
       index: global index of the block, which keys its dropout.
       seed: the run's seed, which keys its dropout.
       split: which part of the block's width is here.
+      blockwise: the blockwise attention that all blocks of a model share, or None.
     """
 
     def __init__(
@@ -161,6 +169,7 @@ class TransformerBlock(keras.layers.Layer):
         index: int = 0,
         seed: int = 0,
         split: TensorSplit = WHOLE,
+        blockwise: BlockwiseAttention | None = None,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
@@ -177,6 +186,7 @@ class TransformerBlock(keras.layers.Layer):
                 rotary_base=rotary_base,
                 split=split,
                 path=f"block_{index}.att",
+                blockwise=blockwise,
                 name="att",
                 dtype=dtype,
             )

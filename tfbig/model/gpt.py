@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfbig import loss as loss_functions
 from tfbig.config import ModelConfig
 from tfbig.model.block import SITE_EMBEDDING, TransformerBlock
+from tfbig.model.blockwise_attention import choose_blockwise
 from tfbig.model.context import Context
 from tfbig.model.dropout import dropout, sample_keys
 from tfbig.model.initialization import initialize
@@ -91,6 +92,7 @@ class GPT(keras.Model):
       precision: "float32", "bfloat16" or "float16"; variables are float32 in each.
       initial_values: False leaves variables at zero for a checkpoint to fill.
       split: which part of each layer's width is built here; all of it by default.
+      attention: "auto", "plain" or "blockwise": how the scores are computed.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class GPT(keras.Model):
         precision: str = "float32",
         initial_values: bool = True,
         split: TensorSplit = WHOLE,
+        attention: str = "auto",
         name: str = "gpt",
     ) -> None:
         policy = keras.dtype_policies.get(POLICIES[precision])
@@ -110,6 +113,9 @@ class GPT(keras.Model):
         self.block_range = block_range or (0, config.num_layers)
         first, stop = self.block_range
         self.has_embedding, self.has_head = first == 0, stop == config.num_layers
+        self._blockwise = choose_blockwise(
+            attention, config.attention_dropout, split.part(config.num_heads)[0]
+        )
         with keras.name_scope(self.name):
             self._make_layers(policy)
         self.built = True
@@ -168,6 +174,7 @@ class GPT(keras.Model):
             index=index,
             seed=self.seed,
             split=self.split,
+            blockwise=self._blockwise,
             name=f"transformer_blocks_{index}",
             dtype=policy,
         )
