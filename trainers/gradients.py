@@ -33,7 +33,7 @@ def forward(model: GPT, batch: Batch, step: tf.Tensor, training: bool) -> BatchS
     tokens = batch["tokens"]
     context = make_context(batch, step, training)
     hidden = model.hidden_state(tokens[:, :-1], context)  # (b, S, D)
-    return BatchSums(*model.head_loss(hidden, tokens[:, 1:], batch["loss_mask"]))
+    return BatchSums(*model.head_loss(hidden, tokens[:, 1:], batch["loss_mask"], training))
 
 
 def microbatch(batch: Batch, index: tf.Tensor | int, num_microbatches: int) -> dict[str, tf.Tensor]:

@@ -216,7 +216,8 @@ class Chunk:
             hidden = self._blocks(hidden, tokens[:, :-1], context)
             if not self.model.has_head:
                 return hidden
-            return BatchSums(*self.model.head_loss(hidden, tokens[:, 1:], part["loss_mask"]))
+            labels, mask = tokens[:, 1:], part["loss_mask"]
+            return BatchSums(*self.model.head_loss(hidden, labels, mask, training))
 
     def _blocks(self, hidden: tf.Tensor | None, tokens: tf.Tensor, context: Context) -> tf.Tensor:
         if self.model.has_embedding:

@@ -12,6 +12,7 @@ from tfbig import loss as loss_functions
 from tfbig.config import ModelConfig
 from tfbig.model.block import SITE_EMBEDDING, TransformerBlock
 from tfbig.model.blockwise_attention import choose_blockwise
+from tfbig.model.chunked_loss import chunked_token_loss
 from tfbig.model.context import Context
 from tfbig.model.dropout import dropout, sample_keys
 from tfbig.model.initialization import initialize
@@ -230,9 +231,7 @@ class GPT(keras.Model):
 
         Where the vocabulary is shared, V is this part's, padding included.
         """
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
-        hidden = self.split.enter(hidden, "head")
+        hidden = self._head_input(hidden)
         if self.dense is not None:
             return self.dense(hidden)
         assert self.embedding_layer is not None, "this stage has no head"
@@ -242,8 +241,23 @@ class GPT(keras.Model):
         shape = tf.concat([tf.shape(hidden)[:-1], [table.shape[0]]], 0)
         return tf.reshape(logits, shape)  # (B, T, V)
 
+    def _head_input(self, hidden: tf.Tensor) -> tf.Tensor:
+        """Returns what the head's weight multiplies, (B, T, D)."""
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        return self.split.enter(hidden, "head")
+
+    def _head_weights(self) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Returns the head's weight, (D, V) or a tied table's (V, D), and its bias (V,) or None."""
+        if self.dense is None:
+            assert self.embedding_layer is not None, "this stage has no head"
+            return tf.convert_to_tensor(self.embedding_layer.token_emb.embeddings), None
+        bias = self.dense.bias
+        kernel = tf.convert_to_tensor(self.dense.kernel)
+        return kernel, None if bias is None else tf.convert_to_tensor(bias)
+
     def head_loss(
-        self, hidden: tf.Tensor, labels: tf.Tensor, loss_mask: tf.Tensor
+        self, hidden: tf.Tensor, labels: tf.Tensor, loss_mask: tf.Tensor, training: bool = True
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns (loss_sum, row_loss_sum, row_num_tokens, row_num_correct); see tfbig.loss.
 
@@ -251,11 +265,27 @@ class GPT(keras.Model):
           hidden: (B, T, D), the last block's output.
           labels: (B, T) int32.
           loss_mask: (B, T), 1 where a label counts.
+          training: whether the loss will be differentiated.
         """
-        logits = self.logits(hidden)  # (B, T, V)
-        if self.split.size == 1:
-            return loss_functions.head_loss(logits, labels, loss_mask)
-        return shared_head_loss(logits, labels, loss_mask, self.split, self.config.vocab_size)
+        if self.split.size > 1:
+            logits = self.logits(hidden)  # (B, T, V of this part)
+            return shared_head_loss(logits, labels, loss_mask, self.split, self.config.vocab_size)
+        # float16's loss scale must be in the gradient before it is rounded, so not afterwards.
+        if self.compute_dtype == "float16" or not labels.shape.is_fully_defined():
+            return loss_functions.head_loss(self.logits(hidden), labels, loss_mask)
+        weight, bias = self._head_weights()
+        summed, token_loss, predicted = chunked_token_loss(
+            tf.reshape(self._head_input(hidden), [-1, self.config.embed_dim]),  # (B*T, D)
+            weight,
+            bias,
+            tf.reshape(labels, [-1]),
+            tf.reshape(loss_mask, [-1]),
+            is_table=self.dense is None,
+            with_gradient=training,
+        )
+        token_loss, predicted = (tf.reshape(x, labels.shape) for x in (token_loss, predicted))
+        sums = loss_functions.sums_by_row(token_loss, predicted, labels, loss_mask)
+        return summed, *sums[1:]
 
     def hidden_state(self, tokens: tf.Tensor, context: Context) -> tf.Tensor:
         """Returns the last block's output (B, T, D)."""

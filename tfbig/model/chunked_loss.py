@@ -1,0 +1,104 @@
+"""Head and cross-entropy in one, some tokens at a time: whole logits are nowhere.
+
+The gradients of the hidden state and of the weight are made while a chunk's logits exist, as the
+loss is a sum whose gradient needs no more than they; the backward pass only multiplies them by the
+upstream scalar. Nothing of size tokens x V is kept, and no product is made twice.
+
+N = tokens, n = tokens of a chunk, D = width, V = vocabulary.
+"""
+
+import tensorflow as tf
+
+MAX_LOGITS = 1 << 25  # of a chunk: 128 MiB in float32
+MIN_TOKENS = 256  # fewer would spend more time adding up (V, D) gradients than making them
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Returns the tokens of a chunk.
+
+    >>> chunk_tokens(50257), chunk_tokens(4096)
+    (667, 8192)
+    """
+    return max(MIN_TOKENS, MAX_LOGITS // vocab_size)
+
+
+def chunked_token_loss(
+    hidden: tf.Tensor,
+    weight: tf.Tensor,
+    bias: tf.Tensor | None,
+    labels: tf.Tensor,
+    loss_mask: tf.Tensor,
+    is_table: bool,
+    with_gradient: bool,
+    num_chunk_tokens: int | None = None,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns (summed loss, token_loss (N,), predicted (N,)); only the sum is differentiable.
+
+    Args:
+      hidden: (N, D), what the head multiplies, in the compute dtype.
+      weight: (V, D) if is_table, else (D, V); any float dtype.
+      bias: (V,) or None.
+      labels: (N,) int32.
+      loss_mask: (N,), 1 where a label counts.
+      is_table: whether the weight is an embedding table.
+      with_gradient: False where nobody will ask for gradients, which are made at once.
+      num_chunk_tokens: tokens of a chunk; None leaves it to `chunk_tokens`.
+    """
+    num_tokens, dtype = hidden.shape[0], hidden.dtype
+    exact = tf.float64 if dtype == tf.float64 else tf.float32
+    step = num_chunk_tokens or chunk_tokens(weight.shape[0 if is_table else 1])
+    mask = tf.cast(loss_mask, exact)
+    # The bias is an argument like the others, so that it has a gradient.
+    arguments = [hidden, weight] if bias is None else [hidden, weight, bias]
+
+    @tf.custom_gradient
+    def run(hidden: tf.Tensor, weight: tf.Tensor, *bias: tf.Tensor):
+        factor = tf.cast(weight, dtype)
+        losses, predicted, hidden_parts = [], [], []
+        totals: list[tf.Tensor] = []
+        made: list[tf.Tensor] = []
+        for first in range(0, num_tokens, step):
+            rows = slice(first, min(first + step, num_tokens))
+            with tf.control_dependencies(made):  # the chunk before is done and its logits gone
+                own = tf.identity(hidden[rows])  # (n, D)
+            logits = tf.matmul(own, factor, transpose_b=is_table)  # (n, V)
+            if bias:
+                logits = tf.nn.bias_add(logits, tf.cast(bias[0], dtype))
+            logits = tf.cast(logits, exact)
+            # The operation gives the loss and softmax - one_hot, its gradient, together.
+            loss, change = tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits(
+                features=logits, labels=labels[rows]
+            )
+            losses.append(loss)
+            predicted.append(tf.argmax(logits, axis=-1, output_type=labels.dtype))
+            made = [loss]
+            if with_gradient:
+                # The mask multiplies what is narrow: (n, D), not (n, V).
+                row_mask = mask[rows, tf.newaxis]  # (n, 1)
+                change = tf.cast(change, dtype)
+                part = tf.matmul(change, factor, transpose_b=not is_table)  # (n, D)
+                hidden_parts.append(tf.cast(part, exact) * row_mask)
+                masked = own * tf.cast(row_mask, dtype)  # (n, D)
+                first_factor, second = (change, masked) if is_table else (masked, change)
+                parts = [tf.matmul(first_factor, second, transpose_a=True)]  # as weight
+                if bias:
+                    parts.append(tf.reduce_sum(tf.cast(change, exact) * row_mask, 0))  # (V,)
+                parts = [tf.cast(part, exact) for part in parts]
+                totals = [a + b for a, b in zip(totals, parts, strict=True)] if totals else parts
+                made = [*totals, hidden_parts[-1]]
+        token_loss = tf.concat(losses, 0)
+
+        def gradient(upstream: tf.Tensor, *_: tf.Tensor):
+            assert with_gradient, "a gradient of a head that was told nobody would ask for one"
+            parts = [tf.concat(hidden_parts, 0), *totals]
+            wanted = [hidden, weight, *bias]
+            return [
+                tf.cast(part * tf.cast(upstream, exact), x.dtype)
+                for part, x in zip(parts, wanted, strict=True)
+            ]
+
+        summed = tf.reduce_sum(token_loss * mask)
+        return (summed, token_loss, tf.concat(predicted, 0)), gradient
+
+    summed, token_loss, predicted = run(*arguments)
+    return summed, tf.stop_gradient(token_loss), predicted
