@@ -59,14 +59,14 @@ class Passes:
 
     def forward(
         self, arguments: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], Sequence[tf.Tensor]]:
+    ) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
         """Returns (the function's results, what `backward` needs besides the arguments)."""
         results = self._forward(*arguments)
         return results[: self._num_outputs], results[self._num_outputs :]
 
     def backward(
         self, arguments: Sequence[tf.Tensor], kept: Sequence[tf.Tensor], upstream: tf.Tensor
-    ) -> list[tf.Tensor]:
+    ) -> Sequence[tf.Tensor]:
         """Returns the gradients by the first arguments.
 
         Args:

@@ -137,6 +137,8 @@ class PipelineTrainer(Trainer):
                     precision=config.parallel.precision,
                     split=split,
                     attention=config.parallel.attention,
+                    # Microbatches in flight would each keep a gradient as large as the weight.
+                    chunked_head=False,
                 ),
                 training,
                 config.parallel.jit_compile,

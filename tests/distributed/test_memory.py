@@ -24,7 +24,7 @@ MICROBATCHES = 4
 
 
 def measure(folder: Path, layout: str, size: str) -> list[dict]:
-    """Returns what each of two fresh processes saw: a peak of another case would hide this one's."""
+    """Returns what each of two fresh processes saw; another case's peak would hide this one's."""
     model, rows = SIZES[size]
     fields = {
         "strategy": "pipeline",

@@ -94,6 +94,8 @@ class GPT(keras.Model):
       initial_values: False leaves variables at zero for a checkpoint to fill.
       split: which part of each layer's width is built here; all of it by default.
       attention: "auto", "plain" or "blockwise": how the scores are computed.
+      chunked_head: makes the head's gradient with its loss, so that no logits are kept: for
+        where one backward pass follows each forward pass and each is of many tokens.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class GPT(keras.Model):
         initial_values: bool = True,
         split: TensorSplit = WHOLE,
         attention: str = "auto",
+        chunked_head: bool = True,
         name: str = "gpt",
     ) -> None:
         policy = keras.dtype_policies.get(POLICIES[precision])
@@ -114,6 +117,7 @@ class GPT(keras.Model):
         self.block_range = block_range or (0, config.num_layers)
         first, stop = self.block_range
         self.has_embedding, self.has_head = first == 0, stop == config.num_layers
+        self._chunked_head = chunked_head
         self._blockwise = choose_blockwise(
             attention, config.attention_dropout, split.part(config.num_heads)[0]
         )
@@ -271,7 +275,8 @@ class GPT(keras.Model):
             logits = self.logits(hidden)  # (B, T, V of this part)
             return shared_head_loss(logits, labels, loss_mask, self.split, self.config.vocab_size)
         # float16's loss scale must be in the gradient before it is rounded, so not afterwards.
-        if self.compute_dtype == "float16" or not labels.shape.is_fully_defined():
+        fixed = labels.shape.is_fully_defined()
+        if not self._chunked_head or self.compute_dtype == "float16" or not fixed:
             return loss_functions.head_loss(self.logits(hidden), labels, loss_mask)
         weight, bias = self._head_weights()
         summed, token_loss, predicted = chunked_token_loss(
