@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -18,7 +19,6 @@ SMALL_LENGTH, SMALL_VOCABULARY = 32, 384
 def small_data(tmp_path_factory) -> str:
     """A data folder of real text, prepared in a second: 40 files of the standard library."""
     import sysconfig
-    from pathlib import Path
 
     from data_pipeline.preparation import prepare
 
@@ -61,6 +61,7 @@ def small_flags(small_data) -> list[str]:
 
 
 _START = time.monotonic()
+LATE_FILES = pytest.StashKey[dict[Path, bool]]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,9 +72,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips, and says so, what comes after a limit that a machine of ours sets for all tests.
 
-    TFBIG_TEST_MINUTES: minutes after which no further test with several processes begins.
+    TFBIG_TEST_MINUTES: minutes after which no further file of tests with several processes begins.
     """
     minutes = float(os.environ.get("TFBIG_TEST_MINUTES", "0"))
-    late = minutes and time.monotonic() - _START > 60 * minutes
-    if late and item.get_closest_marker("distributed"):
+    if not minutes or not item.get_closest_marker("distributed"):
+        return
+    # Once a file: its processes run in its first test, and the others look at what those saw.
+    late_files = item.config.stash.setdefault(LATE_FILES, {})
+    if late_files.setdefault(item.path, time.monotonic() - _START > 60 * minutes):
         pytest.skip(f"the {minutes:g} minutes of TFBIG_TEST_MINUTES are over")
