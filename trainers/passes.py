@@ -6,7 +6,6 @@ reads of the first is known when the graph is made.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -55,7 +54,6 @@ class Passes:
         backward = wrapped.prune([*inputs, *kept, upstream], both.gradients)
         self._forward = flat_function(forward, _specs(inputs), jit_compile)
         self._backward = flat_function(backward, _specs([*inputs, *kept, upstream]), jit_compile)
-        self.kept_bytes = sum(math.prod(tensor.shape) * tensor.dtype.size for tensor in kept)
 
     def forward(
         self, arguments: Sequence[tf.Tensor]

@@ -55,7 +55,7 @@ class Chunk:
         self._pending: dict[int, Pending] = {}
         self._num_added = 0
         self._accumulate: dict[bool, Callable] = {}
-        self._evaluate = tf.function(self._evaluate_graph, autograph=False)
+        self._evaluate = tf.function(self._pass, autograph=False)
         self._run_decode = tf.function(self._decode_graph, autograph=False)
         self._read = tf.function(self._read_weights, autograph=False)
 
@@ -124,13 +124,9 @@ class Chunk:
         self, hidden: tf.Tensor | None, batch: Batch, index: int, num_microbatches: int
     ) -> tf.Tensor | BatchSums:
         """Returns what `forward` returns, without dropout and with nothing kept."""
-        arguments = (hidden, dict(batch), tf.constant(index), num_microbatches)
+        step = tf.constant(0, tf.int64)  # of no dropout
+        arguments = (hidden, dict(batch), tf.constant(index), num_microbatches, step, False)
         return self._evaluate(self._weights, *arguments)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that one microbatch keeps here between its forward and its backward pass."""
-        return max((passes.kept_bytes for passes in self._passes.values()), default=0)
 
     def take_totals(self) -> dict[str, tf.Tensor]:
         """Returns the gradients summed over the step's microbatches, and begins anew."""
@@ -187,17 +183,6 @@ class Chunk:
             tf.TensorSpec([], tf.float32) if self.model.has_head else hidden_spec,
             self._jit_compile,
         )
-
-    def _evaluate_graph(
-        self,
-        weights: list[tf.Tensor],
-        hidden: tf.Tensor | None,
-        batch: Batch,
-        index: tf.Tensor,
-        num_microbatches: int,
-    ) -> tf.Tensor | BatchSums:
-        step = tf.constant(0, tf.int64)
-        return self._pass(weights, hidden, batch, index, num_microbatches, step, False)
 
     def _pass(
         self,

@@ -1,14 +1,10 @@
 """Horovod trains what one device trains: real processes, both reductions, faults that are found."""
 
-import json
-import sys
-
 import numpy as np
 import pytest
 
-from tests.distributed.launch import horovodrun, run
+from tests.distributed.parity import Saw, largest_error, run_cases
 
-WORKER = "tests/distributed/parity_worker.py"
 TOLERANCE = 1e-5
 # No clipping: a gradient that is clipped to a norm hides a wrong scale.
 SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.0, "weight_decay": 0.01}
@@ -62,31 +58,15 @@ def horovod_cases(num_processes: int) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def saw(tmp_path_factory) -> dict[tuple[int, str], dict[str, np.ndarray]]:
+def saw(tmp_path_factory) -> dict[tuple[int, str], Saw]:
     """What rank 0 saw, by (number of processes, case); 1 is `single`."""
     results = {}
     launches = {1: reference_cases(), 2: horovod_cases(2), 3: horovod_cases(3)}
     for num_processes, cases in launches.items():
         folder = tmp_path_factory.mktemp(f"world{num_processes}")
-        arguments = [WORKER, str(folder), json.dumps(cases)]
-        if num_processes == 1:
-            done = run([sys.executable, *arguments], timeout=300)
-        else:
-            done = horovodrun(num_processes, arguments, timeout=600)
-        assert done.returncode == 0, done.stdout
-        for case in cases:
-            results[num_processes, case["name"]] = dict(np.load(folder / f"{case['name']}.npz"))
+        found = run_cases(folder, num_processes, cases, 600)
+        results |= {(num_processes, name): value for name, value in found.items()}
     return results
-
-
-def largest_error(a: dict, b: dict, prefix: str) -> tuple[float, str]:
-    """The largest relative error of a tensor: ||a-b|| / max(||b||, 1e-3 x the largest norm)."""
-    norms = {path: np.linalg.norm(value) for path, value in b.items() if path.startswith(prefix)}
-    floor = 1e-3 * max(norms.values())
-    return max(
-        (float(np.linalg.norm(a[path] - b[path]) / max(norm, floor)), path)
-        for path, norm in norms.items()
-    )
 
 
 @pytest.mark.distributed
