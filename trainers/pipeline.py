@@ -196,9 +196,8 @@ class PipelineTrainer(Trainer):
         return self._forward_programs[num_pieces]
 
     def _message_shape(self, rows: int, length: int) -> tuple[int, int, int]:
-        if self.config.parallel.sequence_parallel:
-            length //= self.mesh.sizes["tensor"]
-        return rows, length, self.config.model.embed_dim
+        split = self._chunks[0].model.split
+        return rows, split.own_length(length), self.config.model.embed_dim
 
     def train_step(
         self, batch: Batch, step: int, learning_rate: float, max_loss: float, signal: int

@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfbig.model.dropout import keep_mask
+from tfbig.model.dropout import drop, keep_mask
 
 MAX_KEYS = 1024  # of a block
-# From here on it is the faster form: 1.0x at 256 positions, 1.1x at 512, 1.5x at 1024 and 1.9x at
-# 4096 (2 cores, float32, forward and backward of one layer).
+# From here on it is the faster form: benchmarks/attention.py measures where.
 FASTER_FROM = 512
 
 
@@ -236,8 +235,7 @@ class BlockwiseAttention:
         )
         index = head[:, tf.newaxis, tf.newaxis] * square + row[:, tf.newaxis] * length + column
         mask = keep_mask(dropout_keys, index, self._rate)  # (B, H, q, k)
-        scale = tf.cast(1.0 / (1.0 - self._rate), x.dtype)
-        return tf.where(mask, x * scale, tf.zeros((), x.dtype))
+        return drop(x, mask, self._rate)
 
 
 def _scores(

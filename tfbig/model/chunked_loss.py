@@ -7,12 +7,23 @@ upstream scalar. Nothing of size tokens x V is kept, and no product is made twic
 N = tokens, n = tokens of a chunk, D = width, V = vocabulary.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import tensorflow as tf
 
 MAX_LOGITS = 1 << 25  # of a chunk: 128 MiB in float32
 # Fewer spend their time on adding up (V, D) gradients. CPU seconds of head and loss, 2048 tokens,
 # D 384, V 50257: whole logits 5.5; chunks of 2048 5.2, 1024 5.8, 667 6.4.
 MIN_TOKENS = 1024
+
+
+class _Chunk(NamedTuple):
+    """What a chunk leaves behind."""
+
+    token_loss: tf.Tensor  # (n,)
+    predicted: tf.Tensor  # (n,)
+    hidden_part: tf.Tensor | None  # (n, D), where gradients are made
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -46,61 +57,89 @@ def chunked_token_loss(
       with_gradient: False where nobody will ask for gradients, which are made at once.
       num_chunk_tokens: tokens of a chunk; None leaves it to `chunk_tokens`.
     """
-    num_tokens, dtype = hidden.shape[0], hidden.dtype
-    exact = tf.float64 if dtype == tf.float64 else tf.float32
     step = num_chunk_tokens or chunk_tokens(weight.shape[0 if is_table else 1])
-    mask = tf.cast(loss_mask, exact)
+    mask = tf.cast(loss_mask, _exact(hidden.dtype))
     # The bias is an argument like the others, so that it has a gradient.
     arguments = [hidden, weight] if bias is None else [hidden, weight, bias]
 
     @tf.custom_gradient
     def run(hidden: tf.Tensor, weight: tf.Tensor, *bias: tf.Tensor):
-        factor = tf.cast(weight, dtype)
-        losses, predicted, hidden_parts = [], [], []
+        factor = tf.cast(weight, hidden.dtype)
+        chunks: list[_Chunk] = []
         totals: list[tf.Tensor] = []
         made: list[tf.Tensor] = []
-        for first in range(0, num_tokens, step):
-            rows = slice(first, min(first + step, num_tokens))
+        for first in range(0, hidden.shape[0], step):
+            rows = slice(first, min(first + step, hidden.shape[0]))
             with tf.control_dependencies(made):  # the chunk before is done and its logits gone
                 own = tf.identity(hidden[rows])  # (n, D)
-            logits = tf.matmul(own, factor, transpose_b=is_table)  # (n, V)
-            if bias:
-                logits = tf.nn.bias_add(logits, tf.cast(bias[0], dtype))
-            logits = tf.cast(logits, exact)
-            # The operation gives the loss and softmax - one_hot, its gradient, together.
-            loss, change = tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits(
-                features=logits, labels=labels[rows]
-            )
-            losses.append(loss)
-            predicted.append(tf.argmax(logits, axis=-1, output_type=labels.dtype))
-            made = [loss]
+            chunk, change = _losses(own, factor, bias, labels[rows], is_table)
+            made = [chunk.token_loss]
             if with_gradient:
-                # The mask multiplies what is narrow: (n, D), not (n, V).
                 row_mask = mask[rows, tf.newaxis]  # (n, 1)
-                change = tf.cast(change, dtype)
-                part = tf.matmul(change, factor, transpose_b=not is_table)  # (n, D)
-                hidden_parts.append(tf.cast(part, exact) * row_mask)
-                masked = own * tf.cast(row_mask, dtype)  # (n, D)
-                first_factor, second = (change, masked) if is_table else (masked, change)
-                parts = [tf.matmul(first_factor, second, transpose_a=True)]  # as weight
-                if bias:
-                    parts.append(tf.reduce_sum(tf.cast(change, exact) * row_mask, 0))  # (V,)
-                parts = [tf.cast(part, exact) for part in parts]
+                part, parts = _gradients(own, factor, change, row_mask, is_table, bool(bias))
                 totals = [a + b for a, b in zip(totals, parts, strict=True)] if totals else parts
-                made = [*totals, hidden_parts[-1]]
-        token_loss = tf.concat(losses, 0)
+                chunk = chunk._replace(hidden_part=part)
+                made = [*totals, part]
+            chunks.append(chunk)
+        token_loss, predicted = (
+            tf.concat(parts, 0) for parts in zip(*(chunk[:2] for chunk in chunks), strict=True)
+        )
 
         def gradient(upstream: tf.Tensor, *_: tf.Tensor):
             assert with_gradient, "a gradient of a head that was told nobody would ask for one"
-            parts = [tf.concat(hidden_parts, 0), *totals]
+            parts = [tf.concat([chunk.hidden_part for chunk in chunks], 0), *totals]
             wanted = [hidden, weight, *bias]
             return [
-                tf.cast(part * tf.cast(upstream, exact), x.dtype)
+                tf.cast(part * tf.cast(upstream, part.dtype), x.dtype)
                 for part, x in zip(parts, wanted, strict=True)
             ]
 
-        summed = tf.reduce_sum(token_loss * mask)
-        return (summed, token_loss, tf.concat(predicted, 0)), gradient
+        return (tf.reduce_sum(token_loss * mask), token_loss, predicted), gradient
 
     summed, token_loss, predicted = run(*arguments)
     return summed, tf.stop_gradient(token_loss), predicted
+
+
+def _exact(dtype: tf.DType) -> tf.DType:
+    """Returns the dtype that losses and sums are made in."""
+    return tf.float64 if dtype == tf.float64 else tf.float32
+
+
+def _losses(
+    own: tf.Tensor,
+    factor: tf.Tensor,
+    bias: Sequence[tf.Tensor],
+    labels: tf.Tensor,
+    is_table: bool,
+) -> tuple[_Chunk, tf.Tensor]:
+    """Returns a chunk's losses, and the gradients (n, V) of its logits."""
+    logits = tf.matmul(own, factor, transpose_b=is_table)  # (n, V)
+    if bias:
+        logits = tf.nn.bias_add(logits, tf.cast(bias[0], own.dtype))
+    logits = tf.cast(logits, _exact(own.dtype))
+    # The operation gives the loss and softmax - one_hot, its gradient, together.
+    loss, change = tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits(features=logits, labels=labels)
+    return _Chunk(loss, tf.argmax(logits, axis=-1, output_type=labels.dtype), None), change
+
+
+def _gradients(
+    own: tf.Tensor,
+    factor: tf.Tensor,
+    change: tf.Tensor,
+    row_mask: tf.Tensor,
+    is_table: bool,
+    has_bias: bool,
+) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """Returns the gradients of a chunk's hidden state (n, D), and of weight and bias.
+
+    The mask (n, 1) multiplies what is narrow: (n, D), not (n, V).
+    """
+    exact = row_mask.dtype
+    change = tf.cast(change, own.dtype)
+    part = tf.matmul(change, factor, transpose_b=not is_table)  # (n, D)
+    masked = own * tf.cast(row_mask, own.dtype)  # (n, D)
+    first_factor, second = (change, masked) if is_table else (masked, change)
+    parts = [tf.matmul(first_factor, second, transpose_a=True)]  # as weight
+    if has_bias:
+        parts.append(tf.reduce_sum(tf.cast(change, exact) * row_mask, 0))  # (V,)
+    return tf.cast(part, exact) * row_mask, [tf.cast(part, exact) for part in parts]
