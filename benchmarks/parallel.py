@@ -108,13 +108,17 @@ class SleepingChunk:
 
     Args:
       seconds: of a forward pass; a backward takes twice as long.
+      is_first: whether nothing comes before it, so that its backward passes nothing on.
       is_last: whether its forward ends in a loss.
       shape: of the hidden state.
     """
 
-    def __init__(self, seconds: float, is_last: bool, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, seconds: float, is_first: bool, is_last: bool, shape: tuple[int, ...]
+    ) -> None:
         self.variables: dict = {}
-        self._seconds, self._is_last, self._shape = seconds, is_last, shape
+        self._seconds, self._shape = seconds, shape
+        self._is_first, self._is_last = is_first, is_last
 
     def begin(self, values=None) -> None: ...
 
@@ -134,6 +138,8 @@ class SleepingChunk:
         import tensorflow as tf
 
         time.sleep(2 * self._seconds)
+        if self._is_first:
+            return None
         return tf.ones(self._shape) if upstream is None else upstream
 
 
@@ -161,7 +167,12 @@ def measure_sleeping_stages(quick: bool) -> None:
         orders = [compute_order(schedule, 4, r, microbatches, num_chunks) for r in range(4)]
         programs = plan_programs(orders, num_chunks)
         chunks = [
-            SleepingChunk(sleep / num_chunks, engine.rank == 3 and chunk == num_chunks - 1, shape)
+            SleepingChunk(
+                sleep / num_chunks,
+                is_first=engine.rank == 0 and chunk == 0,
+                is_last=engine.rank == 3 and chunk == num_chunks - 1,
+                shape=shape,
+            )
             for chunk in range(num_chunks)
         ]
         stepper = Stepper(chunks, links)
