@@ -166,7 +166,7 @@ class ParallelConfig:
     tf32: bool = True
     """Whether GPUs that can round the inputs of float32 matrix products to 10 bits of mantissa."""
     attention: Literal["auto", "plain", "blockwise"] = "auto"
-    """blockwise keeps nothing of size T x T; auto takes it where it is faster, from T = 512 on."""
+    """blockwise keeps nothing of size T x T; auto takes it where it is faster, from T = 1024 on."""
     jit_compile: bool = False
     """Whether XLA compiles the forward and backward pass."""
     num_devices: int = 0

@@ -18,8 +18,9 @@ import tensorflow as tf
 from tfbig.model.dropout import drop, keep_mask
 
 MAX_KEYS = 1024  # of a block
-# From here on it is the faster form: benchmarks/attention.py measures where.
-FASTER_FROM = 512
+# From here on it is the faster form, as benchmarks/attention.py measures: 0.97x the speed of the
+# plain one at 512 positions, 1.46x at 1024, 1.86x at 4096 (2 cores, float32).
+FASTER_FROM = 1024
 
 
 def block_sizes(num_positions: int) -> tuple[int, int]:
