@@ -77,15 +77,22 @@ def test_a_checkpoint_holds_the_models_variables(run_dir):
     assert reader.manifest["consumed_samples"] == 48
 
 
-def test_stopping_and_going_on_changes_nothing(tmp_path, small_flags):
+# Batches of 2, 2 and 4 samples, then of 6.
+BATCH_WARMUP = ["--batch_warmup_start=2", "--batch_warmup_samples=12"]
+GROWING = [2, 4, 8, 14, 20, 26, 32]
+
+
+@pytest.mark.parametrize("more, consumed", [([], range(6, 43, 6)), (BATCH_WARMUP, GROWING)])
+def test_stopping_and_going_on_changes_nothing(tmp_path, small_flags, more, consumed):
     """With --deterministic a run resumed twice equals, bit by bit, one that never stopped."""
-    flags = [*small_flags, "--deterministic", "--eval_every=0"]
+    flags = [*small_flags, *more, "--deterministic", "--eval_every=0"]
     straight, stopped = str(tmp_path / "straight"), str(tmp_path / "stopped")
     assert train_here(*flags, f"--run_dir={straight}", "--steps=7") == 0
     for steps in (2, 5, 7):
         assert train_here(*flags, f"--run_dir={stopped}", f"--steps={steps}") == 0
     for name in ("loss", "grad_norm", "learning_rate", "consumed_samples"):
         assert [r[name] for r in read_metrics(straight)] == [r[name] for r in read_metrics(stopped)]
+    assert [r["consumed_samples"] for r in read_metrics(stopped)] == list(consumed)
     ends = [
         CheckpointReader(list_checkpoints(RunFolder(folder).checkpoints_dir)[-1].path)
         for folder in (straight, stopped)

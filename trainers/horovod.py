@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from tfbig.config import Config, ParallelConfig
 from tfbig.errors import UserError
+from trainers.agreement import check_equal_ranks
 from trainers.base import Batch
 from trainers.buckets import flatten, plan_buckets, unflatten
 from trainers.clock import Clock
@@ -51,6 +52,7 @@ class HorovodTrainer(ReplicaTrainer):
         self.rank = self.data_rank = self._engine.rank
         self.size = self.data_size = self.num_replicas = self._engine.size
         prepare_devices(config.parallel, self._engine.local_rank, self._engine.local_size)
+        check_equal_ranks(self._engine, config)
         self._data = self._engine.everyone("data")
 
     def agree(self, value: int, op: str) -> int:

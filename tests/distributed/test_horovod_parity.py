@@ -25,7 +25,7 @@ CASES = {
     "wide": (SGD, WIDE, {"buckets": BUCKETS}),
     "accumulated": (CLIPPED, DROPOUT, {"buckets": {"strategy": "horovod", "microbatches": 2}}),
 }
-ALSO_ON_3 = ("sgd",)
+ALSO_ON_3 = ("sgd", "adamw")
 FAULTS = ("missing_allreduce", "mean_of_means")
 
 

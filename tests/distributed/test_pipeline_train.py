@@ -32,8 +32,9 @@ def test_the_partition_is_printed_saved_and_can_be_given(tmp_path, small_flags):
 
 
 @pytest.mark.distributed
-def test_ranks_that_were_told_different_things_are_refused(tmp_path, small_flags):
-    arguments = ["-c", UNEQUAL, *small_flags, *FLAGS, f"--run_dir={tmp_path / 'run'}"]
+@pytest.mark.parametrize("flags", [FLAGS, ["--strategy=horovod", "--steps=2"]])
+def test_ranks_that_were_told_different_things_are_refused(tmp_path, small_flags, flags):
+    arguments = ["-c", UNEQUAL, *small_flags, *flags, f"--run_dir={tmp_path / 'run'}"]
     done = horovodrun(2, arguments, timeout=240)
     assert done.returncode != 0
     ours = [line for line in done.stdout.splitlines() if "the ranks differ" in line]
