@@ -107,6 +107,7 @@ def reference_cases() -> list[dict]:
                         "fields": {"strategy": "single", **fields}
                         | ({"precision": "float32"} if precision else {}),
                         "model": model_of(model, layers),
+                        "brief": variant != "tied",
                     }
                 )
     cases += [model_case(name, {"strategy": "single"}) for name in MODELS]
@@ -148,6 +149,7 @@ def layout_cases(world: int) -> list[dict]:
                     "steps": STEPS,
                     "fields": {**fields_of(layout), **fields, "microbatches": microbatches},
                     "model": model_of(model, layout.layers),
+                    "brief": variant != "tied",
                 }
             )
         for fault, broken in FAULTS.items():
@@ -159,6 +161,7 @@ def layout_cases(world: int) -> list[dict]:
                         "break": fault,
                         "fields": {**fields_of(layout), **SGD, "microbatches": 2},
                         "model": model_of({"tied_head": True}, layout.layers),
+                        "brief": True,
                     }
                 )
         if layout.name == "d2p2":
