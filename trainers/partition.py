@@ -1,18 +1,18 @@
 """Which blocks each pipeline stage holds, balanced by a cost model. TensorFlow-free."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tfbig.config import Config
+from tfbig.config import Config, ModelConfig
 from tfbig.errors import UserError
 from tfbig.variables import part_of
-from trainers.pipeline_schedule import compute_order, microbatches_in_flight
+from trainers.activations import COMPUTE_BYTES, block_bytes, head_bytes
+from trainers.pipeline_schedule import stages_in_flight
 from trainers.tensor_table import stage_paths
 from trainers.validate import num_chunks
-
-COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,16 @@ class CostModel:
     Args:
       config: of the run.
       microbatch_size: sequences of one forward.
+      recompute: what is made again in the backward pass (trainers/activations.py).
     """
 
-    def __init__(self, config: Config, microbatch_size: int) -> None:
-        self._config, self._rows = config, microbatch_size
+    def __init__(self, config: Config, microbatch_size: int, recompute: str = "none") -> None:
+        self._config, self._rows, self._recompute = config, microbatch_size, recompute
         self._parallel, self._model = config.parallel, config.model
         self._tensor = config.parallel.tensor_parallel_degree
         self._num_ranks = config.parallel.pipeline_parallel_degree
         self.num_stages = self._num_ranks * num_chunks(config)
-        self._block_parameters = self._num_parameters((0, 1), False, False)
+        self._block_parameters = rank_parameters(self._model, self._tensor, (0, 1), False, False)
         self._in_flight = self._microbatches_in_flight()
 
     def stage(self, index: int, first: int, stop: int) -> Stage:
@@ -76,7 +77,7 @@ class CostModel:
         parameters = blocks * self._block_parameters
         activations, flops = blocks * self._block_activations(), blocks * self._block_flops()
         if index == 0 or is_last:
-            parameters += self._num_parameters((0, 0), index == 0, is_last)
+            parameters += rank_parameters(self._model, self._tensor, (0, 0), index == 0, is_last)
         if is_last:
             activations += self._head_activations()
             flops += self._head_flops()
@@ -89,16 +90,6 @@ class CostModel:
             activation_bytes=activations,
             in_flight=self._in_flight[index],
         )
-
-    def _num_parameters(self, block_range: tuple[int, int], is_first: bool, is_last: bool) -> int:
-        """Returns the parameters on one rank of a tensor group, padding included."""
-        total = 0
-        for spec in stage_paths(self._model, block_range, is_first, is_last):
-            shape, dim = list(spec.shape), spec.rule.shard_dim
-            if dim is not None:
-                shape[dim] = part_of(shape[dim], self._tensor, 0)[1]
-            total += math.prod(shape)
-        return total
 
     def _tokens(self) -> int:
         return self._rows * self._config.data.sequence_length
@@ -113,49 +104,43 @@ class CostModel:
         return 6.0 * self._tokens() * self._model.embed_dim * self._model.vocab_size / self._tensor
 
     def _block_activations(self) -> float:
-        """Returns the bytes a block keeps of a microbatch between forward and backward.
-
-        Counted in the graph that TensorFlow makes of our block, dropout off. D = width, A = all
-        heads' width, F = feed-forward width, H = heads, T = positions. Outside the shared
-        sublayers: 4 D for each position in float32 by the two layer norms. Inside: their outputs
-        2 D; queries, keys, values and attention's output 5 A; F for each step of the activation;
-        and the attention weights H T in float32, and once more where they are multiplied in a
-        narrower dtype.
-        """
-        model, length = self._model, self._config.data.sequence_length
-        element = COMPUTE_BYTES[self._parallel.precision]
-        attention = model.num_heads * model.attention_head_dim
-        outside = 4.0 * model.embed_dim * 4
-        if self._parallel.sequence_parallel:
-            outside /= self._tensor
-        steps = {"gelu_tanh": 6, "gelu": 4, "relu": 1}[model.activation]
-        inside = 2 * model.embed_dim + (5 * attention + steps * model.hidden_dim) / self._tensor
-        weights = model.num_heads * length * (4 + (element if element < 4 else 0)) / self._tensor
-        return self._tokens() * (outside + inside * element + weights)
+        return block_bytes(self._config, self._rows, self._recompute)
 
     def _head_activations(self) -> float:
-        own = part_of(self._model.vocab_size, self._tensor, 0)[1]
-        return 4.0 * self._tokens() * own  # float32
+        return head_bytes(self._config, self._rows)
 
-    def _microbatches_in_flight(self) -> list[int]:
+    def _microbatches_in_flight(self) -> tuple[int, ...]:
         """Returns, by stage, the microbatches whose activations are held at once."""
-        parallel, num_chunks = self._parallel, self.num_stages // self._num_ranks
-        schedule = parallel.pipeline if self._num_ranks > 1 else "1f1b"
-        orders = [
-            compute_order(
-                schedule,
-                self._num_ranks,
-                rank,
-                parallel.microbatches,
-                num_chunks,
-                parallel.active_microbatches,
-            )
-            for rank in range(self._num_ranks)
-        ]
-        return [
-            microbatches_in_flight(orders[stage % self._num_ranks], stage // self._num_ranks)
-            for stage in range(self.num_stages)
-        ]
+        parallel = self._parallel
+        return stages_in_flight(
+            parallel.pipeline if self._num_ranks > 1 else "1f1b",
+            self._num_ranks,
+            parallel.microbatches,
+            self.num_stages // self._num_ranks,
+            parallel.active_microbatches,
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def rank_parameters(
+    model: ModelConfig, tensor: int, block_range: tuple[int, int], is_first: bool, is_last: bool
+) -> int:
+    """Returns a stage's parameters on one rank of a tensor group, padding included.
+
+    Args:
+      model: the whole model.
+      tensor: ranks of a tensor group.
+      block_range: (first, last + 1) of its blocks.
+      is_first: whether it has the embedding.
+      is_last: whether it has the head.
+    """
+    total = 0
+    for spec in stage_paths(model, block_range, is_first, is_last):
+        shape, dim = list(spec.shape), spec.rule.shard_dim
+        if dim is not None:
+            shape[dim] = part_of(shape[dim], tensor, 0)[1]
+        total += math.prod(shape)
+    return total
 
 
 def state_bytes_per_parameter(config: Config) -> float:
@@ -170,17 +155,18 @@ def state_bytes_per_parameter(config: Config) -> float:
     return 8 + slots + element + (element if element < 4 else 0)
 
 
-def choose_partition(config: Config, microbatch_size: int) -> Partition:
+def choose_partition(config: Config, microbatch_size: int, recompute: str = "none") -> Partition:
     """Returns the stages of a run: by hand where --partition says so, else by the cost model.
 
     Args:
       config: of the run.
       microbatch_size: sequences of one forward.
+      recompute: what is made again in the backward pass.
 
     Raises:
       UserError: --partition doesn't describe a partition.
     """
-    costs = CostModel(config, microbatch_size)
+    costs = CostModel(config, microbatch_size, recompute)
     if config.parallel.partition:
         bounds = _bounds_by_hand(config, costs.num_stages)
     else:
@@ -220,12 +206,17 @@ def _balanced_bounds(costs: CostModel, num_layers: int, memory_weight: float) ->
     all_flops = max(stage.flops for stage in whole)
     all_memory = max(_memory(stage) for stage in whole)
 
-    def cost(index: int, first: int, stop: int) -> float:
-        stage = costs.stage(index, first, stop)
+    @functools.cache
+    def cost(index: int, blocks: int) -> float:
+        stage = costs.stage(index, 0, blocks)  # all blocks cost the same
         return (
             memory_weight * _memory(stage) / all_memory
             + (1 - memory_weight) * stage.flops / all_flops
         )
+
+    even = [num_layers * index // num_stages for index in range(num_stages + 1)]
+    # No stage of the best partition costs more than the costliest of an even one.
+    limit = max(cost(index, even[index + 1] - even[index]) for index in range(num_stages))
 
     Best = tuple[float, float, tuple[int, ...]]
     best: dict[int, Best] = {0: (0.0, 0.0, (0,))}
@@ -235,7 +226,9 @@ def _balanced_bounds(costs: CostModel, num_layers: int, memory_weight: float) ->
             remaining = num_stages - 1 - index
             stops: Sequence[int] = range(first + 1, num_layers - remaining + 1)
             for stop in stops if remaining else [num_layers]:
-                value = cost(index, first, stop)
+                value = cost(index, stop - first)
+                if value > limit:
+                    break
                 candidate = (max(largest, value), squares + value**2, (*bounds, stop))
                 if stop not in following or candidate < following[stop]:
                     following[stop] = candidate

@@ -5,6 +5,7 @@ cut into. Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377; 
 and the interleaved one in Megatron-LM, arXiv 2104.04473, section 2.2).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -52,6 +53,8 @@ def compute_order(
         return _alternate(forwards, backwards, num_warmup)
     # The limit cuts the microbatches into waves; each ends with its last backward. All ranks use
     # the same waves, so the widest rank's need decides.
+    if limit >= num_microbatches:
+        return _wave(schedule, num_ranks, rank, num_microbatches, num_chunks)
     orders = [_wave(schedule, num_ranks, r, num_microbatches, num_chunks) for r in range(num_ranks)]
     if limit >= max(map(microbatches_in_flight, orders)):
         return orders[rank]
@@ -75,17 +78,52 @@ def microbatches_in_flight(order: Sequence[Work], chunk: int | None = None) -> i
       order: of `compute_order`.
       chunk: counts this chunk's activations only; None counts microbatches with any.
     """
-    pending: set[tuple[int, int]] = set()
+    pending: dict[int, int] = {}  # chunks with activations, by microbatch
     most = 0
     for work in order:
         if chunk is not None and work.chunk != chunk:
             continue
-        if work.kind == "forward":
-            pending.add((work.microbatch, work.chunk))
-            most = max(most, len({microbatch for microbatch, _ in pending}))
+        held = pending.get(work.microbatch, 0) + (1 if work.kind == "forward" else -1)
+        assert held >= 0, work
+        if held:
+            pending[work.microbatch] = held
+            most = max(most, len(pending))
         else:
-            pending.remove((work.microbatch, work.chunk))
+            del pending[work.microbatch]
     return most
+
+
+@functools.lru_cache(maxsize=1024)
+def stages_in_flight(
+    schedule: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    active_microbatches: int = 0,
+) -> tuple[int, ...]:
+    """Returns, by stage, the most microbatches whose activations are held at once.
+
+    Args:
+      schedule: as in `compute_order`.
+      num_ranks: p.
+      num_microbatches: m.
+      num_chunks: v.
+      active_microbatches: as in `compute_order`.
+
+    >>> stages_in_flight("1f1b", 4, 1000)
+    (4, 3, 2, 1)
+    """
+    if schedule != "simple" and not active_microbatches:
+        # Once the pipeline is full it repeats itself after each p microbatches.
+        num_microbatches = min(num_microbatches, 4 * num_ranks + num_microbatches % num_ranks)
+    orders = [
+        compute_order(schedule, num_ranks, rank, num_microbatches, num_chunks, active_microbatches)
+        for rank in range(num_ranks)
+    ]
+    return tuple(
+        microbatches_in_flight(orders[stage % num_ranks], stage // num_ranks)
+        for stage in range(num_ranks * num_chunks)
+    )
 
 
 def bubble_fraction(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> float:

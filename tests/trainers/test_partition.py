@@ -120,3 +120,19 @@ def test_table_names_every_stage():
     first, stop = partition.stages[1].block_range
     assert len(lines) == 5 and f" {first}-{stop - 1} " in lines[2]
     assert len(partition.to_dict()) == 4
+
+
+def test_the_cost_model_knows_where_attention_becomes_blockwise():
+    import ast
+    from pathlib import Path
+
+    import tfbig
+    from trainers.activations import BLOCKWISE_FROM
+
+    source = Path(tfbig.__file__).with_name("model") / "blockwise_attention.py"
+    values = {
+        node.targets[0].id: node.value.value
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
+    assert values["FASTER_FROM"] == BLOCKWISE_FROM

@@ -11,6 +11,7 @@ from trainers.pipeline_schedule import (
     compute_order,
     forward_order,
     microbatches_in_flight,
+    stages_in_flight,
 )
 
 FORWARD, BACKWARD = 1.0, 2.0
@@ -155,3 +156,19 @@ def test_steady_exchanges_carry_both_directions():
     programs = plan_programs(orders_of("1f1b", 2, 8))
     both = [a for a in programs[0].actions if isinstance(a, Exchange) and a.send and a.receive]
     assert len(both) == 7  # all but the first activation and the last gradient
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 5, 16, 19, 37])
+def test_stages_in_flight_are_those_of_all_microbatches(num_chunks, num_microbatches):
+    schedule = "interleaved" if num_chunks > 1 else "1f1b"
+    for num_ranks in (2, 3, 4):
+        orders = [
+            compute_order(schedule, num_ranks, rank, num_microbatches, num_chunks)
+            for rank in range(num_ranks)
+        ]
+        expected = tuple(
+            microbatches_in_flight(orders[stage % num_ranks], stage // num_ranks)
+            for stage in range(num_ranks * num_chunks)
+        )
+        assert stages_in_flight(schedule, num_ranks, num_microbatches, num_chunks) == expected

@@ -1,0 +1,347 @@
+"""The peak memory of each pipeline rank, by part, before anything runs. TensorFlow-free.
+
+`predict_memory` asks the code that trains for partition, parameters and microbatches in flight.
+Sharded state follows ZeRO (arXiv 1910.02054): optimizer state over the data axis from level 1 on,
+gradients from 2, weights from 3.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tfbig.config import Config
+from tfbig.planner.fused_activations import (
+    fused_block_bytes,
+    fused_embedding_bytes,
+    fused_head_bytes,
+)
+from trainers.activations import (
+    COMPUTE_BYTES,
+    block_bytes,
+    group_size,
+    head_bytes,
+    input_bytes,
+    is_blockwise,
+)
+from trainers.partition import Partition, Stage, choose_partition, rank_parameters
+from trainers.pipeline_schedule import compute_order
+from trainers.validate import num_chunks
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that a trained parameter takes.
+
+    Args:
+      weight: what passes read; sharded at ZeRO level 3.
+      gradient: summed over a step's microbatches; sharded from level 2 on.
+      optimizer: slots, averages and a master copy; sharded from level 1 on.
+      passing: a microbatch's gradient before it is added; never sharded, but of one block only
+        where gradients are.
+    """
+
+    weight: float
+    gradient: float
+    optimizer: float
+    passing: float = 0.0
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What a process takes beside tensors that this module can count.
+
+    Args:
+      context: bytes of the process before it builds a model.
+      communicator: bytes of one group of ranks, its buffers.
+      allocator: share of all tensors that the allocator holds beyond them.
+    """
+
+    context: float = 0.0
+    communicator: float = 0.0
+    allocator: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """What a run does to need less, and with which kernels.
+
+    Args:
+      sharding_level: ZeRO's: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.
+      activation_checkpointing: none, attention, block or group_N.
+      offload_activations: recomputation's inputs wait in host memory.
+      offload_optimizer_state: slots and master copy live in host memory.
+      kernels: "tensorflow" counts what our graphs keep, "fused" what Megatron-LM's kernels keep.
+      state: bytes a parameter; None means ours, by precision and optimizer.
+      layers_loaded: inputs that offloading has on the device at a time.
+    """
+
+    sharding_level: Literal[0, 1, 2, 3] = 0
+    activation_checkpointing: str = "none"
+    offload_activations: bool = False
+    offload_optimizer_state: bool = False
+    kernels: Literal["tensorflow", "fused"] = "tensorflow"
+    state: StateBytes | None = None
+    layers_loaded: int = 4
+
+    @classmethod
+    def of(cls, config: Config) -> "MemoryOptions":
+        """Returns the options of a run; those that this version's training lacks are off."""
+
+        def flag(name: str, default: object) -> object:
+            sections = (getattr(config, item.name) for item in dataclasses.fields(config))
+            return next((getattr(s, name) for s in sections if hasattr(s, name)), default)
+
+        levels = ("shard_optimizer_state", "shard_gradients", "shard_parameters")
+        level = max((i + 1 for i, name in enumerate(levels) if flag(name, False)), default=0)
+        return cls(
+            sharding_level=level,  # type: ignore[arg-type]
+            activation_checkpointing=str(flag("activation_checkpointing", "none")),
+            offload_activations=bool(flag("offload_activations", False)),
+            offload_optimizer_state=bool(flag("offload_optimizer_state", False)),
+        )
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak bytes of one pipeline rank, by part.
+
+    Args:
+      weights: what passes read, gathered blocks of sharded weights not included.
+      gradients: summed and passing ones.
+      optimizer: slots, averages, master copy.
+      activations: of all microbatches in flight.
+      logits: what the last stage's head and loss hold.
+      buffers: of collectives, of gathered and of flattened tensors.
+      workspace: temporaries of a pass, a recomputed block's among them.
+      context: the process itself.
+      host: bytes in host memory instead, by offloading; not part of the total.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    workspace: float
+    context: float
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes on the device."""
+        parts = dataclasses.asdict(self)
+        return sum(parts.values()) - parts["host"]
+
+
+def our_state_bytes(config: Config, sharding_level: int) -> StateBytes:
+    """Returns the bytes a parameter takes in our own trainers.
+
+    Unsharded, variables are float32 and passes read a copy in the compute dtype; sharded, passes
+    read weights in the compute dtype, whose master copy is part of the sharded state.
+    """
+    element = COMPUTE_BYTES[config.parallel.precision]
+    slots = 8.0 if config.optimizer.optimizer == "adamw" else 0.0
+    slots += 4 if config.optimizer.ema_decay > 0 else 0
+    narrow = element < 4
+    if sharding_level == 0:
+        return StateBytes(4 + (element if narrow else 0), 4, slots, element)
+    return StateBytes(element, 4, slots + (4 if narrow else 0), element)
+
+
+def predict_memory(
+    config: Config,
+    data_size: int,
+    options: MemoryOptions | None = None,
+    overhead: Overhead | None = None,
+    partition: Partition | None = None,
+) -> list[RankMemory]:
+    """Returns the peak memory of each pipeline rank, by part; of a whole model for p = 1.
+
+    Args:
+      config: of the run; microbatches and degrees are taken from it.
+      data_size: ranks of the data axis.
+      options: None means what `config` says.
+      overhead: of a process; None counts tensors only.
+      partition: None means the one that training would choose.
+
+    >>> config = Config()
+    >>> [rank] = predict_memory(config, data_size=1)
+    >>> rank.weights == 4 * 1_315_584
+    True
+    """
+    options = options or MemoryOptions.of(config)
+    parallel = config.parallel
+    rows = max(1, config.run.global_batch // (data_size * parallel.microbatches))
+    recompute = options.activation_checkpointing
+    partition = partition or choose_partition(config, rows, recompute)
+    model = _Accounting(config, data_size, rows, options, overhead or Overhead())
+    return [model.rank(place, partition) for place in range(parallel.pipeline_parallel_degree)]
+
+
+class _Accounting:
+    """Counts a rank's parts; one instance a layout."""
+
+    def __init__(
+        self, config: Config, data_size: int, rows: int, options: MemoryOptions, overhead: Overhead
+    ) -> None:
+        self.config, self.data, self.rows = config, data_size, rows
+        self.options, self.overhead = options, overhead
+        self.state = options.state or our_state_bytes(config, options.sharding_level)
+        self.element = COMPUTE_BYTES[config.parallel.precision]
+        self.tensor = config.parallel.tensor_parallel_degree
+        self.num_ranks = config.parallel.pipeline_parallel_degree
+        self.num_stages = self.num_ranks * num_chunks(config)
+        fused = options.kernels == "fused"
+        self.block = fused_block_bytes if fused else block_bytes
+        model = config.model
+        self.block_parameters = rank_parameters(model, self.tensor, (0, 1), False, False)
+        self.first_parameters = rank_parameters(model, self.tensor, (0, 0), True, False)
+
+    def rank(self, place: int, partition: Partition) -> RankMemory:
+        """Returns the parts of pipeline rank number `place`."""
+        stages = [
+            (index, stage) for index, stage in enumerate(partition.stages) if stage.rank == place
+        ]
+        assert stages, f"no stage on rank {place}"
+        parameters = sum(stage.num_parameters for _, stage in stages)
+        level, data = self.options.sharding_level, self.data
+        sharded = [parameters / data if level >= n else parameters for n in (1, 2, 3)]
+        optimizer = self.state.optimizer * sharded[0]
+        passing = self._largest_part(stages) if level >= 2 else parameters
+        gradients = self.state.gradient * sharded[1] + self.state.passing * passing
+        activations, host = self._activations(stages)
+        if self.options.offload_optimizer_state:
+            host, optimizer = host + optimizer, 0.0
+        is_last = any(index == self.num_stages - 1 for index, _ in stages)
+        tensors = {
+            "weights": self.state.weight * sharded[2],
+            "gradients": gradients,
+            "optimizer": optimizer,
+            "activations": activations,
+            "logits": self._logits() if is_last else 0.0,
+            "buffers": self._buffers(stages),
+            "workspace": self._workspace(),
+        }
+        tensors["buffers"] += self.overhead.communicator * self._num_communicators()
+        tensors["workspace"] += self.overhead.allocator * sum(tensors.values())
+        return RankMemory(context=self.overhead.context, host=host, **tensors)
+
+    def _activations(self, stages: Sequence[tuple[int, Stage]]) -> tuple[float, float]:
+        """Returns (bytes on the device, bytes on the host) of all microbatches in flight."""
+        recompute = self.options.activation_checkpointing
+        per_block = self.block(self.config, self.rows, recompute)
+        device, host = blocks_in_flight(self.config, stages) * per_block, 0.0
+        if self.options.offload_activations and group_size(recompute):
+            loaded = min(device, per_block * self.options.layers_loaded)
+            device, host = loaded, device - loaded
+        for index, stage in stages:
+            if self.options.kernels == "fused" and index == 0:
+                device += fused_embedding_bytes(self.config, self.rows) * stage.in_flight
+        # A stage's own inputs and outputs on their way between ranks.
+        if self.num_stages > 1:
+            device += 2 * input_bytes(self.config, self.rows)
+        return device, host
+
+    def _logits(self) -> float:
+        """Returns what head and loss hold at their peak: logits, and their gradient."""
+        whole = head_bytes(self.config, self.rows)  # float32
+        if self.options.kernels == "fused":
+            # Narrow logits, a float32 softmax in their place, and its gradient, narrow again.
+            kept = fused_head_bytes(self.config, self.rows)
+            return kept + whole * (self.element / 4 if self.element < 4 else 0.0)
+        if self.chunked_head:
+            return self._chunked_head()
+        narrow = whole * self.element / 4 if self.element < 4 else 0.0
+        return 2 * whole + narrow
+
+    @property
+    def chunked_head(self) -> bool:
+        """Whether the head goes by chunks of tokens (tfbig/model/chunked_loss.py)."""
+        parallel = self.config.parallel
+        return parallel.strategy != "pipeline" and parallel.precision != "float16"
+
+    def _chunked_head(self) -> float:
+        """Returns the bytes of two chunks' logits and of the hidden state's gradient."""
+        vocabulary = self.config.model.vocab_size
+        tokens = self.rows * self.config.data.sequence_length
+        chunk = min(tokens, max(1024, (1 << 25) // vocabulary))
+        return 2 * 4.0 * chunk * vocabulary + input_bytes(self.config, self.rows)
+
+    def _largest_part(self, stages: Sequence[tuple[int, Stage]]) -> int:
+        """Returns the parameters of what is gathered at a time: two blocks, or the embedding."""
+        largest = 2 * self.block_parameters
+        if any(index in (0, self.num_stages - 1) for index, _ in stages):
+            largest = max(largest, self.first_parameters)
+        return largest
+
+    def _buffers(self, stages: Sequence[tuple[int, Stage]]) -> float:
+        """Returns flat gradient buckets, and gathered weights where these are sharded."""
+        parameters = sum(stage.num_parameters for _, stage in stages)
+        buffers = 0.0
+        if self.data > 1:
+            bucket = self.config.parallel.bucket_megabytes * 2**20
+            buffers += 2 * min(bucket, self.state.gradient * parameters)
+        if self.options.sharding_level == 3 and self.data > 1:
+            buffers += self.element * self._largest_part(stages)
+        return buffers
+
+    def _workspace(self) -> float:
+        """Returns the temporaries of one block's passes."""
+        config, recompute = self.config, self.options.activation_checkpointing
+        tokens = self.rows * config.data.sequence_length
+        group = group_size(recompute)
+        again = group * self.block(config, self.rows, "none") if group else 0.0
+        # The gradients of the widest tensors of a block: feed-forward, and attention's weights.
+        wide = 2 * config.model.hidden_dim / self.tensor + 2 * config.model.embed_dim
+        passing = tokens * wide * self.element
+        if not is_blockwise(config):
+            scores = config.model.num_heads / self.tensor * config.data.sequence_length * tokens
+            passing += scores * (4 if self.options.kernels == "tensorflow" else 2 * self.element)
+            if recompute == "attention":
+                again = scores * (4 + self.element)
+        return again + passing
+
+    def _num_communicators(self) -> int:
+        """Returns the groups that a rank talks in, the world's among them."""
+        sizes = (self.data, self.tensor)
+        axes = sum(size > 1 for size in sizes)
+        pairs = min(2, self.num_ranks - 1)
+        return (1 + axes + pairs) if self.data * self.tensor * self.num_ranks > 1 else 0
+
+
+def blocks_in_flight(config: Config, stages: Sequence[tuple[int, Stage]]) -> int:
+    """Returns the most (block, microbatch) pairs whose activations a pipeline rank holds at once.
+
+    Args:
+      config: of the run.
+      stages: (number, stage) of those that the rank holds.
+    """
+    parallel = config.parallel
+    blocks = [stage.block_range[1] - stage.block_range[0] for _, stage in stages]
+    if len(stages) == 1:
+        return blocks[0] * stages[0][1].in_flight
+    order = compute_order(
+        parallel.pipeline,
+        parallel.pipeline_parallel_degree,
+        stages[0][1].rank,
+        parallel.microbatches,
+        len(stages),
+        parallel.active_microbatches,
+    )
+    held = most = 0
+    for work in order:
+        held += blocks[work.chunk] * (1 if work.kind == "forward" else -1)
+        most = max(most, held)
+    return most
+
+
+def peak(ranks: Sequence[RankMemory]) -> RankMemory:
+    """Returns the rank that needs most."""
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def first_middle_last(ranks: Sequence[RankMemory]) -> dict[str, RankMemory]:
+    """Returns the first, a middle and the last pipeline rank, by those names."""
+    return {"first": ranks[0], "middle": ranks[len(ranks) // 2], "last": ranks[-1]}

@@ -1,0 +1,101 @@
+"""Bytes that a microbatch's forward pass keeps for its backward pass. TensorFlow-free.
+
+B = rows, T = positions, D = width, A = all heads' width, F = feed-forward width, H = heads,
+V = vocabulary, t = tensor parallel degree.
+"""
+
+from tfbig.config import Config
+from tfbig.errors import UserError
+from tfbig.variables import part_of
+
+COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# From this length on --attention=auto takes the blockwise form (tfbig/model/blockwise_attention.py
+# measures it; a test holds the two numbers equal).
+BLOCKWISE_FROM = 1024
+
+
+def is_blockwise(config: Config) -> bool:
+    """Returns whether attention keeps nothing of size T x T."""
+    attention = config.parallel.attention
+    if attention == "auto":
+        return config.data.sequence_length >= BLOCKWISE_FROM
+    return attention == "blockwise"
+
+
+def group_size(recompute: str) -> int:
+    """Returns the blocks between two kept inputs: 1 for "block", N for "group_N", else 0.
+
+    Raises:
+      UserError: it is no kind of recomputation.
+
+    >>> group_size("group_4"), group_size("block"), group_size("attention")
+    (4, 1, 0)
+    """
+    if recompute in ("none", "attention"):
+        return 0
+    if recompute == "block":
+        return 1
+    number = recompute.removeprefix("group_")
+    if recompute.startswith("group_") and number.isdigit() and int(number) > 0:
+        return int(number)
+    raise UserError(
+        f"--activation_checkpointing={recompute} is not known: it is none, attention, block or"
+        " group_N, such as group_4."
+    )
+
+
+def block_bytes(config: Config, rows: int, recompute: str = "none") -> float:
+    """Returns the bytes a block keeps of a microbatch between forward and backward.
+
+    Args:
+      config: of the run.
+      rows: sequences of a microbatch.
+      recompute: "none"; "attention": the attention weights are made again; "block": the block is,
+        from its input; "group_N": N blocks are, from the first one's input.
+    """
+    group = group_size(recompute)
+    if group:
+        return input_bytes(config, rows) / group
+    return whole_block_bytes(config, rows, keeps_weights=recompute == "none")
+
+
+def input_bytes(config: Config, rows: int) -> float:
+    """Returns the bytes of a hidden state as it enters a block on one rank."""
+    element = COMPUTE_BYTES[config.parallel.precision]
+    shared = config.parallel.tensor_parallel_degree if config.parallel.sequence_parallel else 1
+    return rows * config.data.sequence_length * config.model.embed_dim * element / shared
+
+
+def whole_block_bytes(config: Config, rows: int, keeps_weights: bool = True) -> float:
+    """Returns the bytes a block keeps of a microbatch where only attention may be recomputed.
+
+    Counted in the graph that TensorFlow makes of our block, dropout off. Outside the shared
+    sublayers: 4 D for each position in float32 by the two layer norms. Inside: their outputs 2 D;
+    queries, keys, values and attention's output 5 A; F for each step of the activation; and of
+    attention, where it isn't blockwise, the weights H T in float32, and once more where they are
+    multiplied in a narrower dtype; blockwise attention keeps a float32 number a position and head.
+
+    Args:
+      config: of the run.
+      rows: sequences of a microbatch.
+      keeps_weights: whether attention's weights are kept.
+    """
+    model, length = config.model, config.data.sequence_length
+    element = COMPUTE_BYTES[config.parallel.precision]
+    tensor = config.parallel.tensor_parallel_degree
+    attention = model.num_heads * model.attention_head_dim
+    outside = 4.0 * model.embed_dim * 4
+    if config.parallel.sequence_parallel:
+        outside /= tensor
+    steps = {"gelu_tanh": 6, "gelu": 4, "relu": 1}[model.activation]
+    inside = 2 * model.embed_dim + (5 * attention + steps * model.hidden_dim) / tensor
+    weights = model.num_heads * 4.0
+    if keeps_weights and not is_blockwise(config):
+        weights = model.num_heads * length * (4 + (element if element < 4 else 0))
+    return rows * length * (outside + inside * element + weights / tensor)
+
+
+def head_bytes(config: Config, rows: int) -> float:
+    """Returns the bytes that whole logits, in float32, keep of a microbatch."""
+    own = part_of(config.model.vocab_size, config.parallel.tensor_parallel_degree, 0)[1]
+    return 4.0 * rows * config.data.sequence_length * own
