@@ -16,7 +16,7 @@ setup(
     packages=find_packages(
         include=["tfbig", "tfbig.*", "trainers", "trainers.*", "data_pipeline", "data_pipeline.*"]
     ),
-    package_data={"tfbig": ["py.typed"]},
+    package_data={"tfbig": ["py.typed", "planner/constants.json"]},
     install_requires=[
         "absl-py>=2.1",
         "google-crc32c>=1.6",

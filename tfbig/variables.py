@@ -5,6 +5,7 @@ process or Keras build holds it: `transformer_blocks/17/att/qkv/kernel`.
 """
 
 import fnmatch
+import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -56,6 +57,7 @@ VARIABLE_RULES: dict[str, VariableRule] = {
 }
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def variable_rule(path: str) -> VariableRule:
     """Returns the one rule that `path` matches.
 

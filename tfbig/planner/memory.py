@@ -55,11 +55,13 @@ class Overhead:
       context: bytes of the process before it builds a model.
       communicator: bytes of one group of ranks, its buffers.
       allocator: share of all tensors that the allocator holds beyond them.
+      buffers: bytes of buckets that are allocated whatever the model.
     """
 
     context: float = 0.0
     communicator: float = 0.0
     allocator: float = 0.0
+    buffers: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +227,7 @@ class _Accounting:
             "workspace": self._workspace(),
         }
         tensors["buffers"] += self.overhead.communicator * self._num_communicators()
+        tensors["buffers"] += self.overhead.buffers
         tensors["workspace"] += self.overhead.allocator * sum(tensors.values())
         return RankMemory(context=self.overhead.context, host=host, **tensors)
 
