@@ -40,7 +40,7 @@ setup(
     ],
     extras_require={
         "cpu": [f"tensorflow-cpu{TENSORFLOW}"],
-        "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}"],
+        "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}", "nvidia-ml-py>=12"],
         "serve": ["starlette>=0.40", "uvicorn>=0.30"],
         # ruff's formatting and findings change with its versions
         "test": ["hypothesis>=6.100", "mypy>=1.15,<3", "pytest>=8,<10", "ruff>=0.12,<0.18"],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tfbig.errors import UserError
+from tfbig.profile_config import ProfileConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +291,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 def replace_fields(config: Config, values: Mapping[str, object]) -> Config:

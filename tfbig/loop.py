@@ -9,6 +9,7 @@ from tfbig.config import Config
 from tfbig.hardware import peak_memory_bytes
 from tfbig.metrics import StepTimes, Throughput, train_record
 from tfbig.schedule import global_batch, learning_rate
+from tfbig.step_spans import Spans, StepSpans
 from tfbig.stop_signal import STOP, StopSignal
 
 
@@ -31,6 +32,19 @@ class Hook:
     def on_step(self, record: dict[str, Any]) -> None:
         """Called with each step's record, one step late where steps follow each other."""
 
+    def on_spans(self, spans: StepSpans) -> None:
+        """Called with when the parts of each step ran on this rank, before its record."""
+
+    def samples(self, step: int) -> bool:
+        """Returns whether a step is to run alone, between the two calls below."""
+        return False
+
+    def on_sample_begin(self, step: int) -> None:
+        """Called before a sampled step is launched; the one before it has ended."""
+
+    def on_sample_end(self, step: int) -> None:
+        """Called after a sampled step, when its result has been read."""
+
     def on_evaluation(self, record: dict[str, Any]) -> None:
         """Called after each evaluation."""
 
@@ -48,7 +62,9 @@ class _Pending(NamedTuple):
     learning_rate: float
     result: Any
     communication: Callable[[], dict[str, float]]
+    spans: Callable[[], Spans]
     start: float
+    start_time: float  # the same, in seconds since 1970
     data_wait: float
     num_samples: int
 
@@ -90,6 +106,12 @@ class Loop:
         pending: _Pending | None = None
         first = True
         while progress.step < self.config.run.steps and not self._stopping:
+            sampling = [hook for hook in self.hooks if hook.samples(progress.step + 1)]
+            if sampling and pending is not None:
+                self._finish(pending)
+                pending = None
+            for hook in sampling:
+                hook.on_sample_begin(progress.step + 1)
             launched = self._launch(progress)
             progress = launched.progress
             if first:
@@ -100,8 +122,14 @@ class Loop:
                 # Steady state: a step lasts until the next one is launched.
                 self._finish(pending, launched.start)
             pending = launched
-            if self._is_due(progress.step) or self._stopping:
+            if sampling:
                 self._finish(pending)
+                pending = None
+                for hook in sampling:
+                    hook.on_sample_end(progress.step)
+            if self._is_due(progress.step) or self._stopping:
+                if pending is not None:
+                    self._finish(pending)
                 pending = None
                 self._pause(progress)
         if pending is not None:
@@ -114,7 +142,7 @@ class Loop:
 
     def _launch(self, progress: Progress) -> _Pending:
         """Starts one optimizer update."""
-        start = time.perf_counter()
+        start, start_time = time.perf_counter(), time.time()
         batch = next(self.batches)
         data_wait = time.perf_counter() - start
         rate = learning_rate(self.config.optimizer, progress.step, self.trainer.num_replicas)
@@ -123,13 +151,22 @@ class Loop:
         )
         num_samples = global_batch(self.config.run, progress.consumed_samples)
         after = Progress(progress.step + 1, progress.consumed_samples + num_samples)
-        return _Pending(after, rate, result, self.trainer.timings(), start, data_wait, num_samples)
+        communication, spans = self.trainer.timings(), self.trainer.spans()
+        return _Pending(
+            after, rate, result, communication, spans, start, start_time, data_wait, num_samples
+        )
 
     def _finish(self, pending: _Pending, end: float | None = None) -> None:
         """Reads a step's result and reports it; without `end` it lasted until now."""
         signal = int(pending.result.signal)  # waits for the step
         seconds = (end or time.perf_counter()) - pending.start
         times = StepTimes(seconds, pending.data_wait, pending.communication())
+        self._call(
+            "on_spans",
+            StepSpans(
+                pending.progress.step, pending.start_time, *times.as_tuple(), pending.spans()
+            ),
+        )
         record = train_record(
             pending.progress.step,
             pending.progress.consumed_samples,

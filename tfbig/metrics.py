@@ -59,6 +59,10 @@ class StepTimes:
     data_wait: float
     communication: Mapping[str, float]
 
+    def as_tuple(self) -> tuple[float, float, Mapping[str, float]]:
+        """Returns (step, data_wait, communication)."""
+        return self.step, self.data_wait, self.communication
+
 
 def train_record(
     step: int,

@@ -28,6 +28,7 @@ from tfbig.run_folder import RunFolder
 # run's identity.
 MAY_DIFFER = (
     "parallel.*",
+    "profile.*",
     "run.preset",
     "run.run_dir",
     "run.steps",

@@ -22,6 +22,7 @@ from tfbig.config import (
 )
 from tfbig.errors import UserError
 from tfbig.flags import Flags
+from tfbig.profile_config import ProfileConfig
 from tfbig.run_folder import RunFolder, archive_for_restart
 from tfbig.validation import validate
 
@@ -60,6 +61,7 @@ def _train(
     from tfbig.hooks import main_rank_hooks
     from tfbig.loop import Loop, Progress
     from tfbig.metrics import Throughput
+    from tfbig.profiler.profiling import measured
     from tfbig.run_state import StateKeeper, check_shared
     from tfbig.stop_signal import StopSignal
     from trainers.validate import derive_microbatch_size
@@ -94,14 +96,17 @@ def _train(
         introduce(config, trainer, data, total_peak, peak_source, notes)
 
     # Steps.
-    with StopSignal() as stop_signal:
+    with (
+        StopSignal() as stop_signal,
+        measured(config, folder.profiler_dir, trainer, data.sources) as measuring,
+    ):
         loop = Loop(
             config=config,
             trainer=trainer,
             batches=train_batches(config, trainer, data, progress),
             evaluate=lambda: evaluate_validation(config, trainer, data),
             save=keeper.save,
-            hooks=hooks,
+            hooks=[*measuring, *hooks],
             throughput=Throughput.of(config, total_peak),
             stop_signal=stop_signal,
         )
@@ -281,7 +286,15 @@ def config_from(values: dict[str, Any]) -> Config:
 
 
 def _body(arguments: Sequence[str]) -> int:
-    sections = (ListConfig, RunConfig, DataConfig, ParallelConfig, OptimizerConfig, ModelConfig)
+    sections = (
+        ListConfig,
+        RunConfig,
+        DataConfig,
+        ParallelConfig,
+        ProfileConfig,
+        OptimizerConfig,
+        ModelConfig,
+    )
     flags = Flags("train", sections, "trains a GPT, resuming where it stopped.", COMMON_FLAGS)
     given = flags.parse(arguments)
     if given.pop("list_presets", False):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from tfbig.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from tfbig.errors import UserError
+from tfbig.profile_config import profile_problems
 
 _MAX_SEED = 2**31 - 1
 
@@ -25,6 +26,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _optimizer_problems(config.optimizer)
     yield from _run_problems(config.run)
     yield from _parallel_problems(config.parallel)
+    yield from profile_problems(config.profile)
     length, positions = config.data.sequence_length, config.model.max_length
     if length < 1:
         yield f"--sequence_length={length}: a sample feeds at least 1 token."

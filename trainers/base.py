@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfbig.checkpoint_format import Slice
 from tfbig.config import Config
+from tfbig.step_spans import Spans, no_spans
 
 Batch = Mapping[str, tf.Tensor]
 
@@ -184,6 +185,14 @@ class Trainer(abc.ABC):
         called after the step's result has been read, perhaps when another step has begun.
         """
         return dict
+
+    def spans(self) -> Callable[[], Spans]:
+        """Returns a function that gives when the last step's parts ran, called as timings'.
+
+        The function gives (n, 2) starts and stops, seconds since 1970, of collectives by mesh axis
+        and, where the strategy drives them one by one, of "forward" and "backward" passes.
+        """
+        return no_spans
 
     def rejoin(self, step: int, consumed_samples: int) -> tuple[int, int]:
         """Restarts the engine after WorldChanged; returns the survivors' (step, samples)."""

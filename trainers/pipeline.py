@@ -3,7 +3,7 @@
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tfbig.config import Config
 from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
 from tfbig.optimizer import Optimizer
+from tfbig.step_spans import Spans
 from tfbig.variables import variable_rule
 from trainers.agreement import check_equal_ranks
 from trainers.base import Batch, Layout, StateReader, StepResult, Trainer
@@ -311,16 +312,26 @@ class PipelineTrainer(Trainer):
         recorded, tensor_seconds = self._intervals, self._stopwatch.take()
 
         def seconds() -> dict[str, float]:
-            by_axis: dict[str, list[np.ndarray]] = {}
-            for intervals in recorded:
-                for axis, pairs in intervals.items():
-                    by_axis.setdefault(axis, []).append(pairs.numpy())
-            total = {axis: seconds_in_flight(np.concatenate(x)) for axis, x in by_axis.items()}
+            total = {axis: seconds_in_flight(x) for axis, x in joined(recorded).items()}
             if self.mesh.sizes["tensor"] > 1:
                 total["tensor"] = total.get("tensor", 0.0) + tensor_seconds
             return total
 
         return seconds
+
+    def spans(self) -> Callable[[], Spans]:
+        recorded, passes = self._intervals, self._stepper.passes
+        ran = {kind: np.array(pairs) for kind, pairs in passes.items() if pairs}
+        return lambda: joined(recorded) | ran
+
+
+def joined(recorded: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, np.ndarray]:
+    """Returns the (n, 2) intervals of several functions together, by mesh axis."""
+    by_axis: dict[str, list[np.ndarray]] = {}
+    for intervals in recorded:
+        for axis, pairs in intervals.items():
+            by_axis.setdefault(axis, []).append(pairs.numpy())
+    return {axis: np.concatenate(x) for axis, x in by_axis.items()}
 
 
 def warn_of_slow_tensor_groups(mesh: Mesh, ranks_per_host: int) -> None:

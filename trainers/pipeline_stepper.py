@@ -26,6 +26,8 @@ class Stepper:
         self._chunks, self._links = chunks, links
         self.intervals: list[Intervals] = []
         self.seconds = {"forward": 0.0, "backward": 0.0}
+        # When each pass ran, seconds since 1970.
+        self.passes: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
 
     def run(
         self,
@@ -98,6 +100,7 @@ class Stepper:
         made: dict[Message, tf.Tensor] = {}
         self.intervals = []
         self.seconds = {"forward": 0.0, "backward": 0.0}
+        self.passes = {"forward": [], "backward": []}
         for chunk in self._chunks:
             chunk.begin(weights and {path: weights[path] for path in chunk.variables})
         for action in program.actions:
@@ -117,7 +120,10 @@ class Stepper:
             if result is not None:
                 following = stage + (1 if action.kind == "forward" else -1)
                 made[Message(action.kind, following, action.microbatch)] = result
-            self.seconds[action.kind] += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.seconds[action.kind] += seconds
+            now = time.time()
+            self.passes[action.kind].append((now - seconds, now))
         assert not received and not made, "a message was left over"
         for chunk in self._chunks:
             chunk.end()

@@ -119,7 +119,8 @@ class Update:
             max_loss,
             scale_of_sum,
         )
-        self._optimizer.apply(gradients, learning_rate, decision)
+        with tf.name_scope("optimizer"):  # captures of steps tell it by this
+            self._optimizer.apply(gradients, learning_rate, decision)
         self._loss_scale.update(decision.finite)
         layer_norms = tf.zeros([0])
         if self._config.run.layer_grad_norms:

@@ -20,6 +20,7 @@ from tfbig.optimizer import (
     squared_norm,
     squared_norms_by_layer,
 )
+from tfbig.step_spans import Spans
 from tfbig.variables import variable_rule
 from trainers.base import Batch, StateReader, StepResult, Trainer
 from trainers.clock import Clock, seconds_in_flight
@@ -169,6 +170,10 @@ class ReplicaTrainer(Trainer):
         intervals = self._intervals
         return lambda: {axis: seconds_in_flight(x.numpy()) for axis, x in intervals.items()}
 
+    def spans(self) -> Callable[[], Spans]:
+        intervals = self._intervals
+        return lambda: {axis: x.numpy() for axis, x in intervals.items()}
+
     # Graphs.
 
     def _train_graph(
@@ -195,7 +200,8 @@ class ReplicaTrainer(Trainer):
             max_loss,
             scale_of_sum,
         )
-        local.optimizer.apply(gradients, learning_rate, decision)
+        with tf.name_scope("optimizer"):  # captures of steps tell it by this
+            local.optimizer.apply(gradients, learning_rate, decision)
         local.loss_scale.update(decision.finite)
         layer_norms = tf.zeros([0])
         if self.config.run.layer_grad_norms:
