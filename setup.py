@@ -43,7 +43,14 @@ setup(
         "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}", "nvidia-ml-py>=12"],
         "serve": ["starlette>=0.40", "uvicorn>=0.30"],
         # ruff's formatting and findings change with its versions
-        "test": ["hypothesis>=6.100", "mypy>=1.15,<3", "pytest>=8,<10", "ruff>=0.12,<0.18"],
+        "test": [
+            "hypothesis>=6.100",
+            "mypy>=1.15,<3",
+            "pandas>=2.2",
+            "pytest>=8,<10",
+            "ruff>=0.12,<0.18",
+        ],
+        "notebook": ["ipython>=8", "pandas>=2.2"],
         "parquet": ["pyarrow>=17"],
         "gigatoken": ["gigatoken>=0.10,<0.11"],
         "dedup": ["rensa>=0.5,<0.6"],

@@ -69,7 +69,7 @@ class Sampler:
                 metrics = host.sample() + (gpus.sample() if gpus else [])
                 before, used = used, time.thread_time()
                 cost = 100 * (used - before) / self._interval
-                metrics.append(Metric("profiler", "SamplerCPUPercent", "sampler", cost))
+                metrics.append(Metric("profiler", "SamplerPercent", "sampler", cost))
                 writer.write(time.time(), metrics)
         finally:
             writer.close()

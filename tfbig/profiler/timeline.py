@@ -13,7 +13,8 @@ from tfbig.profiler.step_table import AXES, StepTableWriter
 from tfbig.step_spans import StepSpans
 
 TRAIN, EVALUATE = "Step:ModeKeys.TRAIN", "Step:ModeKeys.EVAL"  # as smdebug calls them
-_STEPS_PER_SECOND = 20  # whose events are written; the table has every step
+# Steps whose events are written: a process's first, then so many a second. The table has all.
+_FIRST_STEPS, _STEPS_PER_SECOND = 100, 20
 _PASSES = ("forward", "backward")
 
 
@@ -37,7 +38,7 @@ class TimelineHook(Hook):
         self._table, self._events = table, events
         self._offset, self._interval = clock_offset, interval
         self._resident, self._resident_at = 0.0, -1e9
-        self._next_event = 0.0
+        self._next_event, self._num_steps = 0.0, 0
         self._healthy = True
 
     def on_start(self, progress: Progress, resumed: bool) -> None:
@@ -52,7 +53,8 @@ class TimelineHook(Hook):
             return
         try:
             self._write_row(spans)
-            if spans.start >= self._next_event:
+            self._num_steps += 1
+            if spans.start >= self._next_event or self._num_steps <= _FIRST_STEPS:
                 self._next_event = spans.start + 1 / _STEPS_PER_SECOND
                 self._write_events(spans)
         except OSError as error:
