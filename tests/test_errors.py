@@ -19,13 +19,13 @@ from tfbig.config import (
     Config,
     ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     RunConfig,
     count_parameters,
     flops_per_token,
     replace_fields,
 )
 from tfbig.errors import UserError
+from tfbig.parallel_config import ParallelConfig
 from tfbig.run_folder import RunFolder
 from tfbig.schedule import batch_segments, learning_rate
 from tfbig.validation import problems, validate

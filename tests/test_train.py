@@ -325,7 +325,7 @@ def test_no_data_is_prepared_for_a_run_that_cannot_be(flag, tmp_path, monkeypatc
 def test_fewer_gpus_than_local_ranks(monkeypatch):
     import tensorflow as tf
 
-    from tfbig.config import ParallelConfig
+    from tfbig.parallel_config import ParallelConfig
     from trainers.devices import prepare_devices
 
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["gpu0"])

@@ -6,9 +6,10 @@ from typing import Any
 
 from tfbig.command import launched_rank, run_command
 from tfbig.command_config import GenerateConfig
-from tfbig.config import ParallelConfig, section_values
+from tfbig.config import section_values
 from tfbig.errors import UserError
 from tfbig.flags import Flags
+from tfbig.parallel_config import ParallelConfig
 from tfbig.saved_run import SavedRun
 
 COMMON_FLAGS = (

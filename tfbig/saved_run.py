@@ -9,8 +9,9 @@ import numpy as np
 
 from tfbig.checkpoint import list_checkpoints
 from tfbig.checkpoint_reader import CheckpointReader
-from tfbig.config import Config, ParallelConfig, from_dict
+from tfbig.config import Config, from_dict
 from tfbig.errors import UserError
+from tfbig.parallel_config import ParallelConfig
 from tfbig.run_folder import RunFolder
 
 AVERAGE = "ema/"

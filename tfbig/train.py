@@ -13,7 +13,6 @@ from tfbig.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     PrepareConfig,
     RunConfig,
     count_parameters,
@@ -22,6 +21,7 @@ from tfbig.config import (
 )
 from tfbig.errors import UserError
 from tfbig.flags import Flags
+from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import ProfileConfig
 from tfbig.run_folder import RunFolder, archive_for_restart
 from tfbig.validation import validate

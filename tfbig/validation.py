@@ -3,9 +3,11 @@
 import math
 from collections.abc import Iterator
 
-from tfbig.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from tfbig.config import Config, ModelConfig, OptimizerConfig, RunConfig
 from tfbig.errors import UserError
+from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import profile_problems
+from tfbig.recomputation_mode import problem as recomputation_problem
 
 _MAX_SEED = 2**31 - 1
 
@@ -159,3 +161,11 @@ def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
         "bucket_megabytes",
     )
     yield from _at_least(parallel, 0, "num_threads", "num_devices")
+    mode = parallel.activation_checkpointing
+    if problem := recomputation_problem(mode):
+        yield problem
+    elif parallel.jit_compile and mode != "none":
+        yield (
+            f"--jit_compile undoes --activation_checkpointing={mode}: XLA merges the second forward"
+            " pass with the first and keeps what that makes. Leave one of them out."
+        )

@@ -4,8 +4,8 @@ import os
 
 import tensorflow as tf
 
-from tfbig.config import ParallelConfig
 from tfbig.errors import UserError
+from tfbig.parallel_config import ParallelConfig
 
 
 def prepare_devices(config: ParallelConfig, local_rank: int = 0, local_size: int = 1) -> None:

@@ -3,8 +3,9 @@
 import numpy as np
 import tensorflow as tf
 
-from tfbig.config import Config, ParallelConfig
+from tfbig.config import Config
 from tfbig.errors import UserError
+from tfbig.parallel_config import ParallelConfig
 from trainers.agreement import check_equal_ranks
 from trainers.base import Batch
 from trainers.buckets import flatten, plan_buckets, unflatten

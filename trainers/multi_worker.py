@@ -6,8 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from tfbig.config import Config, ParallelConfig
+from tfbig.config import Config
 from tfbig.errors import UserError
+from tfbig.parallel_config import ParallelConfig
 from trainers.cluster import in_slurm_step, place_from_tf_config
 from trainers.devices import configure_local_devices
 from trainers.distribute import DistributeTrainer

@@ -138,6 +138,7 @@ class PipelineTrainer(Trainer):
                     precision=config.parallel.precision,
                     split=split,
                     attention=config.parallel.attention,
+                    activation_checkpointing=config.parallel.activation_checkpointing,
                     # Microbatches in flight would each keep a gradient as large as the weight.
                     chunked_head=False,
                 ),

@@ -207,9 +207,7 @@ class Chunk:
     def _blocks(self, hidden: tf.Tensor | None, tokens: tf.Tensor, context: Context) -> tf.Tensor:
         if self.model.has_embedding:
             hidden = self.model.embed(tokens, context)
-        for block in self.model.transformer_blocks:
-            hidden = block(hidden, context=context)
-        return hidden
+        return self.model.run_blocks(hidden, context)
 
     def _decode_graph(
         self, weights: list[tf.Tensor], hidden: tf.Tensor | None, history: TokenHistory

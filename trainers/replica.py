@@ -71,6 +71,7 @@ class ReplicaTrainer(Trainer):
             seed=config.run.seed,
             precision=config.parallel.precision,
             attention=config.parallel.attention,
+            activation_checkpointing=config.parallel.activation_checkpointing,
         )
 
     def _make_locals(self, variables: dict[str, tf.Variable], training: bool) -> list[Local]:

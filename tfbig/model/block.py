@@ -14,6 +14,7 @@ from tfbig.model.blockwise_attention import BlockwiseAttention
 from tfbig.model.context import Context
 from tfbig.model.dropout import dropout, sample_keys
 from tfbig.model.layers import Projection, make_norm
+from tfbig.model.recomputation import recomputed
 from tfbig.model.rotary import rotary
 from tfbig.model.tensor_split import WHOLE, TensorSplit
 
@@ -33,6 +34,7 @@ class CausalSelfAttention(keras.layers.Layer):
       split: which of the heads are here.
       path: name of its collectives.
       blockwise: attends where it serves; None means the plain form at every length.
+      recomputes: whether the plain form's scores are made again in the backward pass.
     """
 
     def __init__(
@@ -47,11 +49,12 @@ class CausalSelfAttention(keras.layers.Layer):
         split: TensorSplit = WHOLE,
         path: str = "",
         blockwise: BlockwiseAttention | None = None,
+        recomputes: bool = False,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
         self.rate, self.split, self.path_name = rate, split, path
-        self.blockwise = blockwise
+        self.blockwise, self.recomputes = blockwise, recomputes
         self.rotary_dim, self.rotary_base = rotary_dim, rotary_base
         self.first_head, num_heads = split.part(num_heads)
         dtype = self.dtype_policy
@@ -76,9 +79,13 @@ class CausalSelfAttention(keras.layers.Layer):
         if self.blockwise is not None and self.blockwise.serves(query.shape[1]):
             attended = self.blockwise(query, key, value, document_ids, dropout_keys)
         else:
-            attended = causal_attention(
-                query, key, value, document_ids, dropout_keys, self.rate, self.first_head
-            )
+
+            def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+                rest = (document_ids, dropout_keys, self.rate, self.first_head)
+                return causal_attention(query, key, value, *rest)
+
+            run = functools.partial(recomputed, attend) if self.recomputes else attend
+            attended = run(query, key, value)
         return self.out(attended, leave=leave_of(self.split, self.path_name))  # (B, T, D)
 
 
@@ -149,6 +156,7 @@ class TransformerBlock(keras.layers.Layer):
       seed: the run's seed, which keys its dropout.
       split: which part of the block's width is here.
       blockwise: the blockwise attention that all blocks of a model share, or None.
+      recomputes_attention: whether attention scores are made again in the backward pass.
     """
 
     def __init__(
@@ -170,6 +178,7 @@ class TransformerBlock(keras.layers.Layer):
         seed: int = 0,
         split: TensorSplit = WHOLE,
         blockwise: BlockwiseAttention | None = None,
+        recomputes_attention: bool = False,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
@@ -187,6 +196,7 @@ class TransformerBlock(keras.layers.Layer):
                 split=split,
                 path=f"block_{index}.att",
                 blockwise=blockwise,
+                recomputes=recomputes_attention,
                 name="att",
                 dtype=dtype,
             )

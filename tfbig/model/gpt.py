@@ -17,6 +17,7 @@ from tfbig.model.context import Context
 from tfbig.model.dropout import dropout, sample_keys
 from tfbig.model.initialization import initialize
 from tfbig.model.layers import Embedding, Projection, make_norm
+from tfbig.model.recomputation import run_blocks
 from tfbig.model.shared_loss import shared_head_loss
 from tfbig.model.tensor_split import WHOLE, TensorSplit
 from tfbig.variables import variable_specs
@@ -96,6 +97,7 @@ class GPT(keras.Model):
       attention: "auto", "plain" or "blockwise": how the scores are computed.
       chunked_head: makes the head's gradient with its loss, so that no logits are kept: for
         where one backward pass follows each forward pass and each is of many tokens.
+      activation_checkpointing: what backward makes again, "none", "block", "group_N", "attention".
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class GPT(keras.Model):
         split: TensorSplit = WHOLE,
         attention: str = "auto",
         chunked_head: bool = True,
+        activation_checkpointing: str = "none",
         name: str = "gpt",
     ) -> None:
         policy = keras.dtype_policies.get(POLICIES[precision])
@@ -117,7 +120,7 @@ class GPT(keras.Model):
         self.block_range = block_range or (0, config.num_layers)
         first, stop = self.block_range
         self.has_embedding, self.has_head = first == 0, stop == config.num_layers
-        self._chunked_head = chunked_head
+        self._chunked_head, self._checkpointing = chunked_head, activation_checkpointing
         self._blockwise = choose_blockwise(
             attention, config.attention_dropout, split.part(config.num_heads)[0]
         )
@@ -180,6 +183,7 @@ class GPT(keras.Model):
             seed=self.seed,
             split=self.split,
             blockwise=self._blockwise,
+            recomputes_attention=self._checkpointing == "attention",
             name=f"transformer_blocks_{index}",
             dtype=policy,
         )
@@ -212,12 +216,11 @@ class GPT(keras.Model):
         Args:
           values: float32, by canonical path, in forward order.
         """
-        weights = {}
-        for path, value in values.items():
-            is_projection = path.endswith(("/kernel", "/bias"))
-            dtype = self.compute_dtype if is_projection else "float32"
-            weights[path] = tf.cast(value, dtype)
-        return weights
+        return {path: tf.cast(value, self.weight_dtype(path)) for path, value in values.items()}
+
+    def weight_dtype(self, path: str) -> str:
+        """Returns the dtype that the layers compute with a weight in."""
+        return self.compute_dtype if path.endswith(("/kernel", "/bias")) else "float32"
 
     def embed(self, tokens: tf.Tensor, context: Context | None = None) -> tf.Tensor:
         """Returns the hidden state (B, T, D) that enters the first block."""
@@ -294,10 +297,11 @@ class GPT(keras.Model):
 
     def hidden_state(self, tokens: tf.Tensor, context: Context) -> tf.Tensor:
         """Returns the last block's output (B, T, D)."""
-        hidden = self.embed(tokens, context)
-        for block in self.transformer_blocks:
-            hidden = block(hidden, context=context)
-        return hidden
+        return self.run_blocks(self.embed(tokens, context), context)
+
+    def run_blocks(self, hidden: tf.Tensor, context: Context) -> tf.Tensor:
+        """Returns the last block's output (B, T, D) of the first one's input."""
+        return run_blocks(self.transformer_blocks, hidden, context, self._checkpointing)
 
     def call(self, tokens: tf.Tensor, training: bool = False, context: Context | None = None):
         """Returns the logits (B, T, V) of tokens (B, T)."""

@@ -1,0 +1,26 @@
+"""The words of --activation_checkpointing. TensorFlow-free."""
+
+import re
+
+WORDS = "none, block, group_N (N blocks, e.g. group_2) or attention"
+
+
+def problem(mode: str) -> str | None:
+    """Says why a mode is none, or returns None.
+
+    >>> problem("group_0")
+    '--activation_checkpointing=group_0 is not none, block, group_N (N blocks, e.g. group_2) ...'
+    """
+    if mode in ("none", "block", "attention") or re.fullmatch(r"group_[1-9]\d{0,5}", mode):
+        return None
+    return f"--activation_checkpointing={mode} is not {WORDS}."
+
+
+def group_size(mode: str) -> int:
+    """Returns how many consecutive blocks keep one input; 0 where each block keeps all.
+
+    >>> group_size("group_3"), group_size("block"), group_size("attention")
+    (3, 1, 0)
+    """
+    assert problem(mode) is None, mode
+    return 1 if mode == "block" else int(mode[6:]) if mode.startswith("group_") else 0
