@@ -1,6 +1,7 @@
 # make train   everything from a fresh machine to a trained GPT that writes text
 # make test    style, types and tests
-# Either does the set-up first, once, into .venv/. Another Python: make PYTHON=python3.12 train
+# make test-interop   our models against those of transformers; installs PyTorch besides
+# Each does the set-up first, once, into .venv/. Another Python: make PYTHON=python3.12 train
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ PROMPT ?= def main(
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup train test lint format types tests clean
+.PHONY: help setup train test test-interop lint format types tests clean
 # Nothing of the machine's own Python packages gets in.
 unexport PYTHONPATH PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -64,6 +65,19 @@ types: $(STAMP)
 
 tests: $(STAMP)
 	$(BIN)/python -m pytest
+
+# PyPI's PyTorch for Linux on x86 is a CUDA build of some GB. Where another index offers the build
+# for CPUs, TORCH_INDEX names it: make TORCH_INDEX=https://download.pytorch.org/whl/cpu test-interop
+TORCH_INDEX ?=
+INTEROP_STAMP := $(VENV)/.tfbig-interop-ready
+$(INTEROP_STAMP): $(STAMP)
+	@echo "make: installing PyTorch and transformers into $(VENV)"
+	@$(BIN)/python -m pip install -qq $(TORCH_INDEX:%=--extra-index-url=%) \
+	  torch==2.13.0 --editable '.[cpu,test,interop]'
+	@touch $@
+
+test-interop: $(INTEROP_STAMP)
+	$(BIN)/python -m pytest tests/interop/test_transformers.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

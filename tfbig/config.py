@@ -170,7 +170,7 @@ class RunConfig:
     restart: bool = False
     """Starts at step 0; an existing run folder is renamed to <run_dir>.1, not deleted."""
     init_from: str = ""
-    """Checkpoint folder whose weights a new run starts from (its optimizer state is not used)."""
+    """Checkpoint or Hugging Face folder whose weights a new run starts from, and nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Trains a GPT: `python -m tfbig.train --strategy=horovod`, alone or under horovodrun."""
 
 import itertools
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from tfbig.config import (
 )
 from tfbig.errors import UserError
 from tfbig.flags import Flags
+from tfbig.interop.initial_weights import model_fields, tokenizer_folder
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import ProfileConfig
 from tfbig.run_folder import RunFolder, archive_for_restart
@@ -59,6 +61,7 @@ def _train(
     from tfbig.durable_file import write_atomic
     from tfbig.hardware import peak_flops
     from tfbig.hooks import main_rank_hooks
+    from tfbig.interop.initial_weights import check_tokenizer
     from tfbig.loop import Loop, Progress
     from tfbig.metrics import Throughput
     from tfbig.profiler.profiling import measured
@@ -70,6 +73,7 @@ def _train(
     for global_batch in {config.run.global_batch, schedule.global_batch(config.run, 0)}:
         derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
     data = open_data(config, trainer)
+    check_tokenizer(config.run.init_from, data)
 
     # Run folder and the checkpoint to go on from.
     make_run_folder(config, folder, trainer)
@@ -149,7 +153,10 @@ def default_data_folder(config: Config) -> str:
     """Returns the folder that --source is prepared into when --data is not given."""
     from data_pipeline.preparation import default_folder
 
-    return default_folder(config.data.source, config.model.vocab_size, config.data.sequence_length)
+    name = config.data.source
+    if folder := tokenizer_folder(config.run.init_from):
+        name += f"_{os.path.basename(os.path.abspath(folder))}"
+    return default_folder(name, config.model.vocab_size, config.data.sequence_length)
 
 
 def open_data(config: Config, trainer: Any) -> Any:
@@ -172,6 +179,7 @@ def open_data(config: Config, trainer: Any) -> Any:
                     source=config.data.source,
                     sequence_length=config.data.sequence_length,
                     vocab_size=config.model.vocab_size,
+                    tokenizer=tokenizer_folder(config.run.init_from),
                 )
             )
         except UserError as failure:
@@ -214,17 +222,17 @@ def make_run_folder(config: Config, folder: RunFolder, trainer: Any) -> None:
 
 
 def open_initial(config: Config) -> Any:
-    """Returns the reader of the checkpoint that the weights start from, or None.
+    """Returns the reader of what the weights start from, or None.
 
     Raises:
-      UserError: it is no checkpoint, or of a model with other shapes.
+      UserError: it is no checkpoint and no Hugging Face folder, or of other shapes.
     """
-    from tfbig.checkpoint_reader import CheckpointReader
+    from tfbig.interop.initial_weights import open_weights
     from tfbig.variables import variable_specs
 
     if not config.run.init_from:
         return None
-    reader = CheckpointReader(config.run.init_from)
+    reader = open_weights(config.run.init_from)
     for spec in variable_specs(config.model):
         if reader.has(spec.path) and reader.shape(spec.path) != spec.shape:
             raise UserError(
@@ -276,7 +284,7 @@ def config_from(values: dict[str, Any]) -> Config:
       UserError: no such preset or field.
     """
     config = presets.preset(values.get("preset", RunConfig.preset))
-    config = replace_fields(config, values)
+    config = replace_fields(config, model_fields(values.get("init_from", "")) | values)
     defaults = {}
     if not config.run.run_dir:
         defaults["run_dir"] = f"runs/{config.run.preset}"

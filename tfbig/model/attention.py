@@ -31,6 +31,8 @@ def causal_attention(
       (B, T, H, head_dim). The softmax is computed in float32, in float64 for float64 inputs.
     """
     num_positions, num_heads, head_dim = query.shape[1:]
+    if num_positions is None:  # a graph that is saved takes any length
+        num_positions = tf.shape(query)[1]
     query, key, value = (tf.transpose(x, [0, 2, 1, 3]) for x in (query, key, value))  # (B, H, T, d)
     query *= tf.cast(1.0 / math.sqrt(head_dim), query.dtype)
     dtype = tf.float64 if query.dtype == tf.float64 else tf.float32

@@ -1,0 +1,79 @@
+"""What `--init_from` names: a checkpoint of ours or a Hugging Face folder. TensorFlow-free."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tfbig.checkpoint_reader import CheckpointReader
+from tfbig.errors import UserError
+from tfbig.interop.hugging_face_folder import (
+    TOKENIZER,
+    HuggingFaceFolder,
+    is_hugging_face_folder,
+    refuse_pickle,
+)
+
+
+def open_weights(path: str | os.PathLike[str]) -> CheckpointReader | HuggingFaceFolder:
+    """Returns the reader of the weights that a run starts from.
+
+    Args:
+      path: a checkpoint's directory, or a folder as transformers saves a model.
+
+    Raises:
+      UserError: it is neither, or a pickle.
+    """
+    refuse_pickle(path)
+    if is_hugging_face_folder(path):
+        return HuggingFaceFolder(path)
+    return CheckpointReader(path)
+
+
+def model_fields(init_from: str) -> dict[str, Any]:
+    """Returns the model that a Hugging Face folder describes, as flags would; else nothing.
+
+    Args:
+      init_from: value of the flag.
+
+    Raises:
+      UserError: the folder holds no model that we know.
+    """
+    if not init_from or not is_hugging_face_folder(init_from):
+        return {}
+    return HuggingFaceFolder(init_from).model_fields()
+
+
+def tokenizer_folder(init_from: str) -> str:
+    """Returns the Hugging Face folder whose tokenizer the data must be made with, or ""."""
+    if not init_from or not is_hugging_face_folder(init_from):
+        return ""
+    return init_from if (Path(init_from) / TOKENIZER).is_file() else ""
+
+
+def check_tokenizer(init_from: str, data: Any) -> None:
+    """Checks that the data has the ids that the weights were trained on.
+
+    Args:
+      init_from: value of the flag.
+      data: a TokenData.
+
+    Raises:
+      UserError: the folder's tokenizer gives other ids.
+    """
+    folder = tokenizer_folder(init_from)
+    if not folder:
+        return
+    from data_pipeline.tokenizer import Tokenizer
+
+    if _ids(Tokenizer.load(folder)) != _ids(data.tokenizer):
+        raise UserError(
+            f"{data.folder} was made with another tokenizer than {init_from}, whose ids would mean "
+            f"other text: prepare it with --tokenizer={init_from}."
+        )
+
+
+def _ids(tokenizer: Any) -> tuple[dict[str, int], list[tuple[str, ...]]]:
+    """Returns vocabulary and merges, which are spelt as pairs or as one word with a space."""
+    merges = tokenizer.description["model"]["merges"]
+    pairs = [tuple(m.split(" ") if isinstance(m, str) else m) for m in merges]
+    return tokenizer.library.get_vocab(with_added_tokens=True), pairs
