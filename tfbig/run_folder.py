@@ -1,7 +1,7 @@
 """The folder of a run: its files' names, and the writers and readers of those that are JSON.
 
 config.json  metrics.jsonl  events.jsonl  tensorboard/  checkpoints/  profiler-output/
-report.html
+report.html  run.lock
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import orjson
 from tfbig.durable_file import fsync_directory, write_atomic
 from tfbig.errors import UserError
 from tfbig.record_file import RecordWriter, read_records
+from tfbig.run_lock import LOCK_NAME
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _VERSIONED_PACKAGES = (
@@ -114,9 +115,11 @@ class RunFolder:
             )
 
     def remove_if_empty(self) -> None:
-        """Undoes `create`; a folder that holds anything stays."""
+        """Undoes `create`; a folder that holds anything but its lock stays."""
         with contextlib.suppress(OSError):
             self.checkpoints_dir.rmdir()
+            if [entry.name for entry in self.path.iterdir()] == [LOCK_NAME]:
+                (self.path / LOCK_NAME).unlink()
             self.path.rmdir()
 
     def write_config(

@@ -1,5 +1,6 @@
 """Trains a GPT: `python -m tfbig.train --strategy=horovod`, alone or under horovodrun."""
 
+import contextlib
 import itertools
 import os
 import sys
@@ -49,14 +50,18 @@ def run(config: Config, command: Sequence[str] = ()) -> int:
     import trainers  # TensorFlow starts here, after the mistakes that need none of it
 
     trainer = trainers.trainer_class(config.parallel.strategy)(config)
-    try:
-        return _train(config, trainer, folder, initial, command)
-    finally:
-        trainer.close()
+    with contextlib.ExitStack() as held:
+        held.callback(trainer.close)
+        return _train(config, trainer, folder, initial, command, held)
 
 
 def _train(
-    config: Config, trainer: Any, folder: RunFolder, initial: Any, command: Sequence[str]
+    config: Config,
+    trainer: Any,
+    folder: RunFolder,
+    initial: Any,
+    command: Sequence[str],
+    held: contextlib.ExitStack,
 ) -> int:
     from tfbig.durable_file import write_atomic
     from tfbig.hardware import peak_flops
@@ -76,7 +81,7 @@ def _train(
     check_tokenizer(config.run.init_from, data)
 
     # Run folder and the checkpoint to go on from.
-    make_run_folder(config, folder, trainer)
+    held.enter_context(make_run_folder(config, folder, trainer))
     check_shared(folder, trainer)
     keeper = StateKeeper(config, folder, trainer, data.identity)
     reader, notes = keeper.find()
@@ -198,27 +203,47 @@ def open_data(config: Config, trainer: Any) -> Any:
     return data
 
 
-def make_run_folder(config: Config, folder: RunFolder, trainer: Any) -> None:
-    """Has rank 0 make the run's folder; with --restart, the old one is renamed first.
+def make_run_folder(
+    config: Config, folder: RunFolder, trainer: Any
+) -> contextlib.AbstractContextManager:
+    """Has rank 0 make the run's folder and hold its lock; with --restart the old one is renamed.
+
+    Returns:
+      What is to be left when the run ends: it sets the lock free.
 
     Raises:
-      UserError: on every rank, when it cannot be made or has no room for a checkpoint.
+      UserError: on every rank, when another job holds the folder, when it cannot be made, or when
+        it has no room for a checkpoint.
     """
-    from tfbig.run_state import check_room
-
+    held = contextlib.ExitStack()
     error: UserError | None = None
     if trainer.rank == 0:
         try:
-            check_room(config, folder)
-            if config.run.restart:
-                archive = archive_for_restart(folder.path)
-                if archive is not None:
-                    print(f"{folder.path} is now {archive}", flush=True)
-            folder.create()
+            _take_run_folder(config, folder, held)
         except UserError as failure:
+            held.close()
             error = failure
     if trainer.agree(int(error is not None), "max"):
+        held.close()
         raise error or UserError(f"rank 0 could not make {folder.path}")
+    return held
+
+
+def _take_run_folder(config: Config, folder: RunFolder, held: contextlib.ExitStack) -> None:
+    from tfbig.run_lock import RunLock
+    from tfbig.run_state import check_room
+
+    check_room(config, folder)
+    if config.run.restart:
+        if folder.path.is_dir():
+            held.enter_context(RunLock(folder.path))  # it goes with the folder
+        archive = archive_for_restart(folder.path)
+        if archive is not None:
+            print(f"{folder.path} is now {archive}", flush=True)
+    folder.create()
+    lock = held.enter_context(RunLock(folder.path))
+    if lock.note:
+        print(lock.note, flush=True)
 
 
 def open_initial(config: Config) -> Any:
