@@ -81,7 +81,7 @@ class MergedTimeline:
         path = self._output / f"{round(time.time() * 1e6)}_merged_timeline.json"
         path.write_bytes(
             b"[\n"
-            + b",\n".join((orjson.dumps(r, option=orjson.OPT_SERIALIZE_NUMPY) for r in records))
+            + b",\n".join(orjson.dumps(r, option=orjson.OPT_SERIALIZE_NUMPY) for r in records)
             + b"\n]\n"
         )
         return str(path)
