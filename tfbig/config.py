@@ -167,6 +167,8 @@ class RunConfig:
     """Whether TensorBoard event files are written."""
     max_loss: float = 0.0
     """An update whose mean loss exceeds this is skipped; 0 means no limit."""
+    verify: bool = False
+    """First proves on a shrunken model that this layout trains what one device trains."""
     restart: bool = False
     """Starts at step 0; an existing run folder is renamed to <run_dir>.1, not deleted."""
     init_from: str = ""

@@ -41,6 +41,7 @@ MAY_DIFFER = (
     "run.tensorboard",
     "run.max_loss",
     "run.restart",
+    "run.verify",
     "run.init_from",
     "data.data",
     "data.source",

@@ -49,6 +49,8 @@ def run(config: Config, command: Sequence[str] = ()) -> int:
     folder, initial = RunFolder(config.run.run_dir), open_initial(config)
     import trainers  # TensorFlow starts here, after the mistakes that need none of it
 
+    if config.run.verify:
+        print_verified(config)
     trainer = trainers.trainer_class(config.parallel.strategy)(config)
     with contextlib.ExitStack() as held:
         held.callback(trainer.close)
@@ -121,6 +123,18 @@ def _train(
         )
         reason = loop.run(progress, resumed=reader is not None)
     return EXIT_SIGNAL if reason == "signal" else 0
+
+
+def print_verified(config: Config) -> None:
+    """Compares this layout with one device on a shrunken model; rank 0 prints the errors.
+
+    Raises:
+      VerificationError: they differ.
+    """
+    from tfbig.verify import verify
+
+    for comparison in verify(config):
+        print(f"verify: {comparison.line()}", flush=True)
 
 
 def train_batches(config: Config, trainer: Any, data: Any, progress: Any) -> Iterator[Any]:

@@ -122,6 +122,17 @@ class Trainer(abc.ABC):
         """
 
     @abc.abstractmethod
+    def gradient_slices(self, batch: Batch, step: int) -> list[Slice]:
+        """Returns this rank's slices of a step's summed gradient, without making the step.
+
+        float16's are multiplied by the loss scale.
+
+        Args:
+          batch: as for train_step.
+          step: keys dropout.
+        """
+
+    @abc.abstractmethod
     def evaluate_step(
         self, batch: Batch, weights: str = "model"
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

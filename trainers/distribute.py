@@ -87,8 +87,6 @@ class DistributeTrainer(ReplicaTrainer):
         return missing
 
     def gradient_slices(self, batch: Batch, step: int) -> list[Slice]:
-        """Returns a step's summed gradient, without making the step."""
-
         @tf.function(autograph=False)
         def run(batch: Batch, step: tf.Tensor) -> Gradients:
             def one(batch: Batch, step: tf.Tensor) -> Gradients:

@@ -217,7 +217,6 @@ class PipelineTrainer(Trainer):
         return result
 
     def gradient_slices(self, batch: Batch, step: int) -> list[Slice]:
-        """Returns this rank's slices of a step's summed gradient, without making the step."""
         self._run_passes(batch, step)
         return list(self._state.slices_of(self._update.reduce(self._take_totals())))
 

@@ -129,6 +129,17 @@ class ReplicaTrainer(Trainer):
         )
         return result
 
+    def gradient_slices(self, batch: Batch, step: int) -> list[Slice]:
+        @tf.function(autograph=False)
+        def run(batch: Batch, step: tf.Tensor) -> Gradients:
+            return self._gradients(batch, step, Clock())[0]
+
+        gradients = run(dict(batch), tf.constant(step, tf.int64))
+        return [
+            Slice(path, tuple(g.shape), (0,) * len(g.shape), g, self.rank == 0)
+            for path, g in gradients.items()
+        ]
+
     def evaluate_step(
         self, batch: Batch, weights: str = "model"
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -25,7 +25,6 @@ import trainers  # noqa: E402
 from tfbig.checkpoint_format import Slice  # noqa: E402
 from tfbig.config import Config, ModelConfig, replace_fields  # noqa: E402
 from tfbig.model.initialization import initial_value  # noqa: E402
-from trainers.clock import Clock  # noqa: E402
 from trainers.collectives import Group  # noqa: E402
 from trainers.gradients import microbatch  # noqa: E402
 from trainers.replica import ReplicaTrainer  # noqa: E402
@@ -147,7 +146,7 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
     break_on_purpose(trainer, case.get("break", ""))
     saw: dict[str, np.ndarray] = {"size": np.array(trainer.size)}
 
-    gradients = gather(trainer, output, first_gradients(trainer))
+    gradients = gather(trainer, output, trainer.gradient_slices(local_batch(trainer, 0), 0))
     saw |= {f"gradient/{path}": value for path, value in gradients.items()}
     losses, signals, applied = [], [], []
     for step in range(case.get("steps", 3)):
@@ -188,22 +187,6 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
         print(case["name"], dataclasses.asdict(config.parallel)["strategy"], losses, flush=True)
     trainer.close()
     return saw if trainer.rank == 0 else {}
-
-
-def first_gradients(trainer) -> list[Slice]:
-    """Returns this rank's slices of the first step's reduced gradients."""
-    if hasattr(trainer, "gradient_slices"):
-        return trainer.gradient_slices(local_batch(trainer, 0), 0)
-
-    @tf.function(autograph=False)
-    def run(batch):
-        return trainer._gradients(batch, tf.constant(0, tf.int64), Clock())[0]
-
-    gradients = run(local_batch(trainer, 0))
-    return [
-        Slice(path, tuple(g.shape), (0,) * len(g.shape), g, trainer.rank == 0)
-        for path, g in gradients.items()
-    ]
 
 
 def gather(trainer, folder: Path, slices: Iterable[Slice]) -> dict[str, np.ndarray]:
