@@ -115,7 +115,7 @@ def stages_in_flight(
     """
     if schedule != "simple" and not active_microbatches:
         # Once the pipeline is full it repeats itself after each p microbatches.
-        num_microbatches = min(num_microbatches, 4 * num_ranks + num_microbatches % num_ranks)
+        num_microbatches = min(num_microbatches, 3 * num_ranks + num_microbatches % num_ranks)
     orders = [
         compute_order(schedule, num_ranks, rank, num_microbatches, num_chunks, active_microbatches)
         for rank in range(num_ranks)

@@ -71,7 +71,6 @@ class Cluster:
       network_latency: seconds a hop between nodes.
       dollars_per_node_hour: price.
       price_date: of the price.
-      watts_of_host: of a node beside its devices.
       name: what was asked for.
       overhead: of a process: context_bytes, communicator_bytes, allocator_fraction.
     """
@@ -86,7 +85,6 @@ class Cluster:
     network_latency: float
     dollars_per_node_hour: float
     price_date: str
-    watts_of_host: float
     name: str
     overhead: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -208,7 +206,7 @@ def make_cluster(
         row = instances[name]
         per_node, price, date = row["devices"], row["dollars_per_hour"], row["price_date"]
         device = make_device(constants, row["device"])
-        num_devices, host = count * per_node, row["watts_of_host"]
+        num_devices = count * per_node
         bandwidth = row["network_gbps"] * 1e9 / 8
         if devices_per_node not in (0, per_node):
             raise UserError(f"--devices_per_node={devices_per_node}: {name} has {per_node}.")
@@ -217,7 +215,7 @@ def make_cluster(
         device, num_devices = make_device(constants, name), count
         per_node = devices_per_node or row.get("devices_per_node", 8)
         each = constants["prices"]["generic_dollars_per_device_hour"].get(name, 0.0)
-        price, date, host = each * per_node, "2026-01", row.get("watts_of_host", 150.0 * per_node)
+        price, date = each * per_node, "2026-01"
         bandwidth = row["network_bandwidth_per_node"]
     else:
         raise UserError(
@@ -236,7 +234,6 @@ def make_cluster(
         network_latency=network["network_latency"],
         dollars_per_node_hour=price,
         price_date=date,
-        watts_of_host=host,
         name=text,
         overhead=constants["overhead"] | row.get("overhead", {}),
     )

@@ -133,8 +133,8 @@ class RankMemory:
     @property
     def total(self) -> float:
         """Bytes on the device."""
-        parts = dataclasses.asdict(self)
-        return sum(parts.values()) - parts["host"]
+        tensors = self.weights + self.gradients + self.optimizer + self.activations
+        return tensors + self.logits + self.buffers + self.workspace + self.context
 
 
 def our_state_bytes(config: Config, sharding_level: int) -> StateBytes:
@@ -178,11 +178,11 @@ def predict_memory(
     rows = max(1, config.run.global_batch // (data_size * parallel.microbatches))
     recompute = options.activation_checkpointing
     partition = partition or choose_partition(config, rows, recompute)
-    model = _Accounting(config, data_size, rows, options, overhead or Overhead())
+    model = Accounting(config, data_size, rows, options, overhead or Overhead())
     return [model.rank(place, partition) for place in range(parallel.pipeline_parallel_degree)]
 
 
-class _Accounting:
+class Accounting:
     """Counts a rank's parts; one instance a layout."""
 
     def __init__(
@@ -325,11 +325,15 @@ def blocks_in_flight(config: Config, stages: Sequence[tuple[int, Stage]]) -> int
     blocks = [stage.block_range[1] - stage.block_range[0] for _, stage in stages]
     if len(stages) == 1:
         return blocks[0] * stages[0][1].in_flight
+    ranks, microbatches = parallel.pipeline_parallel_degree, parallel.microbatches
+    if not parallel.active_microbatches:
+        # Once the pipeline is full it repeats itself after each p microbatches.
+        microbatches = min(microbatches, 3 * ranks + microbatches % ranks)
     order = compute_order(
         parallel.pipeline,
-        parallel.pipeline_parallel_degree,
+        ranks,
         stages[0][1].rank,
-        parallel.microbatches,
+        microbatches,
         len(stages),
         parallel.active_microbatches,
     )

@@ -135,7 +135,8 @@ class StepModel:
         tensor_time = self._microbatches * sum(tensor[g] for g in held)
         pipeline = timeline.transfers[busiest]
         busy = timeline.busy[busiest]
-        exposed, hidden, in_passes = self._data_seconds(busiest, sum(backward[g] for g in held))
+        last_backward = sum(backward[g] for g in held)
+        exposed, hidden, in_passes = self._data_seconds(busiest, last_backward)
         return StepTime(
             compute=busy - recompute - tensor_time - in_passes,
             recompute=recompute,
@@ -233,13 +234,10 @@ class StepModel:
         return gather, (gather if self._software.regathers else 0.0) + scatter
 
     def _block_parameters(self) -> float:
-        stage = self._partition.stages[len(self._partition.stages) // 2]
-        middle = [s for s in self._partition.stages if s.block_range == stage.block_range]
-        blocks = stage.block_range[1] - stage.block_range[0]
-        width = self._config.model.embed_dim
-        attention = self._config.model.num_heads * self._config.model.attention_head_dim
-        weights = 4 * width * attention + 2 * width * self._config.model.hidden_dim
-        assert middle and blocks
+        """Returns the weights of a block's products on one rank."""
+        model = self._config.model
+        attention = model.num_heads * model.attention_head_dim
+        weights = 4 * model.embed_dim * attention + 2 * model.embed_dim * model.hidden_dim
         return weights / self.mesh.sizes["tensor"]
 
     def _tensor_seconds(self) -> tuple[float, float]:
@@ -300,7 +298,7 @@ class StepModel:
             forward, back, *_ = self._plain_seconds(rank)
             exposed = self._exposed_gathers([blocks * s for s in self._gathers], forward, back)
             inside = self._microbatches * sum(exposed)
-            ends = self._line.all_gather(self._gathers_of_one_block()) if blocks else 0.0
+            ends = self._line.all_gather(self._block_parameters() * self._element)
             return tied + ends, total - inside, inside
         if level == 0:
             comm, after = self._line.all_reduce(parameters * software.wire), 0.0
@@ -309,9 +307,6 @@ class StepModel:
             after = self._line.all_gather(parameters * self._element)
         hidden = min(comm, 0.9 * backward) if software.overlaps_data else 0.0
         return comm - hidden + after + tied, hidden, 0.0
-
-    def _gathers_of_one_block(self) -> float:
-        return self._block_parameters() * self._element
 
     def _plain_seconds(self, rank: int) -> tuple[float, float]:
         """Returns a level-3 rank's forward and backward seconds without gathers."""

@@ -62,15 +62,18 @@ def run_schedule(
     >>> run_schedule("1f1b", 4, 8, StageTimes([1.0] * 4, [2.0] * 4)).seconds
     33.0
     """
-    arguments = (schedule, num_ranks)
-    rest = (times, num_chunks, transfer, overlaps, active_microbatches)
+
+    def simulate(count: int) -> Timeline:
+        return _simulate(
+            schedule, num_ranks, count, times, num_chunks, transfer, overlaps, active_microbatches
+        )
+
     # Once the pipeline is full, it repeats itself; a long step is its beginning and repetitions.
     period = active_microbatches or num_ranks
     begun = 2 * max(num_ranks, period) + num_microbatches % period
     if num_microbatches <= begun + period:
-        return _simulate(*arguments, num_microbatches, *rest)
-    first = _simulate(*arguments, begun, *rest)
-    second = _simulate(*arguments, begun + period, *rest)
+        return simulate(num_microbatches)
+    first, second = simulate(begun), simulate(begun + period)
     repeats = (num_microbatches - begun) / period
 
     def extend(a: float, b: float) -> float:

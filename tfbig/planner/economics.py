@@ -1,0 +1,109 @@
+"""Days, dollars, energy and carbon of a run, and what failures cost it. TensorFlow-free."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfbig.config import Config, count_parameters
+from tfbig.planner.cluster import Cluster
+from tfbig.planner.flops import tokens_per_step
+
+_DAY = 86_400.0
+
+
+@dataclass(frozen=True)
+class Economics:
+    """What a whole run takes.
+
+    Args:
+      tokens: trained on.
+      steps: optimizer updates.
+      ideal_days: without failures and checkpoints.
+      days: with them.
+      goodput: ideal_days / days.
+      checkpoint_bytes: of one checkpoint, with optimizer state.
+      checkpoint_seconds: to write it.
+      checkpoint_every: steps between checkpoints that lose least.
+      failures: expected in the run.
+      dollars: of all nodes.
+      megawatt_hours: with cooling.
+      tonnes_co2e: of them.
+    """
+
+    tokens: float
+    steps: float
+    ideal_days: float
+    days: float
+    goodput: float
+    checkpoint_bytes: float
+    checkpoint_seconds: float
+    checkpoint_every: int
+    failures: float
+    dollars: float
+    megawatt_hours: float
+    tonnes_co2e: float
+
+
+def checkpoint_bytes(config: Config) -> float:
+    """Returns the bytes of a checkpoint: float32 weights, slots and averages."""
+    numbers = 1 + (2 if config.optimizer.optimizer == "adamw" else 0)
+    numbers += 1 if config.optimizer.ema_decay > 0 else 0
+    return 4.0 * numbers * count_parameters(config.model)
+
+
+def economics(
+    config: Config,
+    cluster: Cluster,
+    step_seconds: float,
+    tokens: float,
+    constants: Mapping[str, Any],
+) -> Economics:
+    """Returns what training on `tokens` takes.
+
+    Checkpoints are written every sqrt(2 x write time x time between failures), which loses least
+    (Young, 1974; Daly, 2006); a failure loses half an interval and the restart.
+
+    Args:
+      config: of the run.
+      cluster: that runs it.
+      step_seconds: predicted.
+      tokens: to train on.
+      constants: carbon, reliability and storage of constants.json.
+    """
+    reliability, storage, carbon = (
+        constants[name] for name in ("reliability", "storage", "carbon")
+    )
+    steps = tokens / tokens_per_step(config)
+    ideal = steps * step_seconds
+    parallel = config.parallel
+    # One replica's ranks write; they fill so many nodes.
+    ranks = parallel.pipeline_parallel_degree * parallel.tensor_parallel_degree
+    writers = max(1, min(cluster.num_nodes, ranks // cluster.devices_per_node))
+    size = checkpoint_bytes(config)
+    write = size / writers / storage["write_bytes_per_second_per_node"]
+    read = size / writers / storage["read_bytes_per_second_per_node"]
+    rate = reliability["failures_per_device_day"] * cluster.num_devices / _DAY  # a second
+    interval = math.sqrt(2 * write / rate) if rate else ideal
+    interval = max(step_seconds, min(interval, ideal))
+    per_failure = interval / 2 + reliability["restart_seconds"] + read
+    # Time lost to failures is itself exposed to failures.
+    lost = min(0.95, rate * per_failure)
+    seconds = ideal * (1 + write / interval) / (1 - lost)
+    hours = seconds / 3600
+    watts = cluster.num_devices * cluster.device.watts * carbon["system_watts_per_device_watt"]
+    megawatt_hours = watts * carbon["power_usage_effectiveness"] * hours / 1e6
+    return Economics(
+        tokens=tokens,
+        steps=steps,
+        ideal_days=ideal / _DAY,
+        days=seconds / _DAY,
+        goodput=ideal / seconds,
+        checkpoint_bytes=size,
+        checkpoint_seconds=write,
+        checkpoint_every=max(1, round(interval / step_seconds)),
+        failures=rate * seconds,
+        dollars=cluster.num_nodes * cluster.dollars_per_node_hour * hours,
+        megawatt_hours=megawatt_hours,
+        tonnes_co2e=megawatt_hours * carbon["kg_co2e_per_kwh"],
+    )
