@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -26,7 +27,8 @@ class RecordHook(Hook):
 
     def on_start(self, progress: Progress, resumed: bool) -> None:
         reason = f"resumed at step {progress.step}" if resumed else "new run"
-        self._events.write_event("start", reason, step=progress.step)
+        begin = psutil.Process().create_time()
+        self._events.write_event("start", reason, step=progress.step, process_start=begin)
 
     def on_compiled(self, seconds: float) -> None:
         self._events.write_event("compile", "first call of the step", seconds=seconds)

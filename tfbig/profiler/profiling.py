@@ -10,10 +10,12 @@ from tfbig.config import Config
 from tfbig.loop import Hook
 from tfbig.profile_config import parse_steps
 from tfbig.profiler.clock_offset import estimate_offset
+from tfbig.profiler.compilations import CompilationHook
 from tfbig.profiler.event_writer import EventWriter
 from tfbig.profiler.place import host_place
 from tfbig.profiler.sampler import Sampler
 from tfbig.profiler.step_table import StepTableWriter
+from tfbig.profiler.tensor_stats import TensorStatsHook
 from tfbig.profiler.timeline import TimelineHook
 
 
@@ -76,7 +78,11 @@ def _hooks(
         interval,
     )
     closing.callback(timeline.close)
-    hooks: list[Hook] = [timeline]
+    hooks: list[Hook] = [timeline, CompilationHook(profiler_dir, trainer.rank)]
+    if every := config.profile.tensor_stats_every:
+        # Histograms of the whole model: where ranks hold shares, each has its own.
+        board = Path(config.run.run_dir) / "tensorboard" if config.run.tensorboard else None
+        hooks.append(TensorStatsHook(profiler_dir, trainer, every, board))
     steps = parse_steps(config.profile.profile_steps)
     if steps:
         from tfbig.profiler.capture import CaptureHook

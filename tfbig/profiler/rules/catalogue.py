@@ -1,0 +1,67 @@
+"""All rules by name, and what they see together."""
+
+from collections.abc import Mapping
+
+from tfbig.profiler.rules import host_rules, step_rules, tensor_rules
+from tfbig.profiler.rules.rule import Finding, Rule, with_parameters
+from tfbig.profiler.run_data import RunData
+
+_RULES: tuple[type[Rule], ...] = (
+    # SageMaker Debugger's profiler rules; its ProfilerReport is `look_at` and the report.
+    host_rules.BatchSize,
+    host_rules.CPUBottleneck,
+    host_rules.IOBottleneck,
+    host_rules.LowGPUUtilization,
+    host_rules.GPUMemoryIncrease,
+    host_rules.LoadBalancing,
+    step_rules.StepOutlier,
+    step_rules.MaxInitializationTime,
+    step_rules.Dataloader,
+    host_rules.OverallSystemUsage,
+    step_rules.OverallFrameworkMetrics,
+    # Ours.
+    step_rules.DataWorkers,
+    step_rules.DataWait,
+    step_rules.Straggler,
+    host_rules.PinnedCore,
+    step_rules.MemoryLeak,
+    step_rules.LossSpike,
+    step_rules.Recompilation,
+    step_rules.PipelineBubble,
+    step_rules.ExposedCommunication,
+    # SageMaker Debugger's tensor rules.
+    tensor_rules.LossNotDecreasing,
+    tensor_rules.VanishingGradient,
+    tensor_rules.ExplodingTensor,
+    tensor_rules.DeadRelu,
+    tensor_rules.SaturatedActivation,
+    tensor_rules.Overfit,
+    tensor_rules.Overtraining,
+    tensor_rules.WeightUpdateRatio,
+    tensor_rules.AllZero,
+    tensor_rules.UnchangedTensor,
+    tensor_rules.PoorWeightInitialization,
+    tensor_rules.StalledTraining,
+    tensor_rules.NLPSequenceRatio,
+    tensor_rules.TensorVariance,
+)
+RULES: Mapping[str, type[Rule]] = {rule.__name__: rule for rule in _RULES}
+
+
+def look_at(run: RunData, settings: Mapping[str, str] | None = None) -> list[Finding]:
+    """Returns every rule's finding, those that fired first, by what they could save.
+
+    Args:
+      run: to look at.
+      settings: parameters by <Rule>_<parameter>.
+
+    Raises:
+      UserError: no such rule or parameter.
+    """
+    findings = [rule.look(run) for rule in with_parameters(RULES, settings or {})]
+    return sorted(findings, key=lambda f: (not f.triggered, -f.gain, not f.datapoints))
+
+
+def description(name: str) -> str:
+    """Returns what a rule is about, in one line."""
+    return (RULES[name].__doc__ or "").splitlines()[0]

@@ -1,0 +1,120 @@
+"""The hook that notes statistics of weights, gradients and activations every so many steps."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tfbig.loop import Hook
+from tfbig.profiler import layout
+
+_SLOT = "optimizer/m/"  # AdamW's first moment: a moving average of the gradient
+
+
+def statistics_of(values: np.ndarray) -> dict[str, float]:
+    """Returns what the tensor rules look at; of the finite values, and how many are not."""
+    flat = np.asarray(values, np.float32).ravel()
+    finite = flat[np.isfinite(flat)]
+    count = max(1, finite.size)
+    return {
+        "size": flat.size,
+        "nonfinite": int(flat.size - finite.size),
+        "mean": float(finite.mean(dtype=np.float64)) if finite.size else 0.0,
+        "mean_abs": float(np.abs(finite).mean(dtype=np.float64)) if finite.size else 0.0,
+        "std": float(finite.std(dtype=np.float64)) if finite.size else 0.0,
+        "min": float(finite.min()) if finite.size else 0.0,
+        "max": float(finite.max()) if finite.size else 0.0,
+        "p5_abs": float(np.percentile(np.abs(finite), 5)) if finite.size else 0.0,
+        "p95_abs": float(np.percentile(np.abs(finite), 95)) if finite.size else 0.0,
+        "zero_fraction": float((finite == 0).sum() / count),
+    }
+
+
+def change_of(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
+    """Returns how much a tensor changed: norm of the difference over its norm, share unchanged."""
+    difference = (after - before).ravel()
+    norm = float(np.linalg.norm(before))
+    return {
+        "update_ratio": float(np.linalg.norm(difference)) / (norm + 1e-9),
+        "unchanged": bool(np.allclose(before, after, rtol=1e-5, atol=1e-8)),
+    }
+
+
+class TensorStatsHook(Hook):
+    """Writes statistics of this rank's tensors; keeps one more copy of its weights on the host.
+
+    Args:
+      profiler_dir: of the run.
+      trainer: built.
+      every: steps between two looks.
+      histograms: folder of TensorBoard's files for histograms; None writes none.
+    """
+
+    def __init__(
+        self, profiler_dir: Path, trainer: Any, every: int, histograms: Path | None
+    ) -> None:
+        self._trainer, self._every = trainer, every
+        self._path = layout.rank_path(profiler_dir, "tensors", trainer.rank, ".jsonl")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._before: dict[str, np.ndarray] = {}
+        self._writer: Any = None
+        if histograms is not None:
+            import tensorflow as tf
+
+            self._writer = tf.summary.create_file_writer(str(histograms))
+
+    def samples(self, step: int) -> bool:
+        return step % self._every == 0 or step == 1
+
+    def on_sample_begin(self, step: int) -> None:
+        self._before = {path: array for path, kind, array in self._tensors() if kind == "weight"}
+
+    def on_sample_end(self, step: int) -> None:
+        lines = []
+        for path, kind, array in self._tensors():
+            record: dict[str, Any] = {"step": step, "name": path, "kind": kind}
+            record |= statistics_of(array)
+            if path in self._before and kind == "weight":
+                record |= change_of(self._before[path], array)
+            lines.append(orjson.dumps(record))
+            if self._writer is not None:
+                self._write_histogram(f"{kind}/{path}", array, step)
+        self._before = {}
+        with open(self._path, "ab") as file:
+            file.write(b"\n".join(lines) + b"\n")
+        if self._writer is not None:
+            self._writer.flush()
+
+    def _tensors(self) -> Iterator[tuple[str, str, np.ndarray]]:
+        """Yields (path, kind, values) of the tensors that this rank writes to checkpoints."""
+        for part in self._trainer.state_slices():
+            kind = _kind_of(part.path)
+            if kind and part.is_writer:
+                yield part.path.removeprefix(_SLOT), kind, np.asarray(part.array)
+
+    def _write_histogram(self, name: str, array: np.ndarray, step: int) -> None:
+        import tensorflow as tf
+
+        finite = array[np.isfinite(array)]
+        if finite.size:
+            with self._writer.as_default(step=step):
+                tf.summary.histogram(name, finite)
+
+
+def _kind_of(path: str) -> str:
+    if path.startswith(_SLOT):
+        return "gradient"
+    return "" if path.startswith(("optimizer/", "ema/")) else "weight"
+
+
+def by_tensor(
+    records: Sequence[Mapping[str, Any]], kind: str
+) -> dict[str, list[Mapping[str, Any]]]:
+    """Returns the records of a kind by tensor, in the order of their steps; the last holds."""
+    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for record in records:
+        if record["kind"] == kind:
+            found.setdefault(record["name"], {})[record["step"]] = record
+    return {name: [steps[step] for step in sorted(steps)] for name, steps in found.items()}
