@@ -114,6 +114,7 @@ def late_start(run):
 
 
 def few_readers(run):
+    run.num_cores = 16
     run.data_wait[:] = 0.3 * run.seconds
 
 
