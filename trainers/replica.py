@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfbig.checkpoint_format import LazyArray, Slice
 from tfbig.config import Config
 from tfbig.loss_scale import LossScale
-from tfbig.model.context import Context
 from tfbig.model.gpt import GPT
 from tfbig.optimizer import (
     Optimizer,
@@ -24,9 +23,10 @@ from tfbig.step_spans import Spans
 from tfbig.variables import variable_rule
 from trainers.base import Batch, StateReader, StepResult, Trainer
 from trainers.clock import Clock, seconds_in_flight
+from trainers.decode_cache import DecodeCache
+from trainers.decoding import Decoder
 from trainers.gradients import BatchSums, Gradients, batch_gradients, forward
 from trainers.step_totals import pack, unpack
-from trainers.token_history import TokenHistory, empty_history, extend, new_tokens
 
 
 class Local(NamedTuple):
@@ -60,7 +60,7 @@ class ReplicaTrainer(Trainer):
         self._intervals: dict[str, tf.Tensor] = {}
         self._train = tf.function(self._train_graph, autograph=False)
         self._evaluate = tf.function(self._evaluate_graph, autograph=False)
-        self._decode = tf.function(self._decode_graph, autograph=False)
+        self._decoder = Decoder(self.model, self._variables, self._vocab_size)
 
     # What a strategy adds.
 
@@ -163,8 +163,8 @@ class ReplicaTrainer(Trainer):
             local.optimizer.restart_averages()
         return missing
 
-    def new_cache(self, num_rows: int, max_length: int) -> TokenHistory:
-        return empty_history(num_rows, max_length)
+    def new_cache(self, num_rows: int, max_length: int) -> DecodeCache:
+        return self._decoder.new_cache(num_rows, max_length)
 
     def decode_step(
         self,
@@ -172,11 +172,9 @@ class ReplicaTrainer(Trainer):
         num_valid: np.ndarray,
         source_row: np.ndarray,
         reset: np.ndarray,
-        cache: TokenHistory,
-    ) -> tuple[np.ndarray, TokenHistory]:
-        arguments = new_tokens(tokens, num_valid, source_row, reset)
-        logits, cache = self._decode(cache, *arguments)
-        return logits.numpy(), cache
+        cache: DecodeCache,
+    ) -> tuple[np.ndarray, DecodeCache]:
+        return self._decoder.step(tokens, num_valid, source_row, reset, cache), cache
 
     def timings(self) -> Callable[[], dict[str, float]]:
         intervals = self._intervals
@@ -238,22 +236,3 @@ class ReplicaTrainer(Trainer):
         with scope if weights == "ema" else contextlib.nullcontext():
             sums = forward(self.model, batch, tf.constant(0, tf.int64), training=False)
         return self._gather(tf.stack(sums[1:], axis=1))  # (global batch, 3)
-
-    def _decode_graph(
-        self, cache: TokenHistory, *arguments: tf.Tensor
-    ) -> tuple[tf.Tensor, TokenHistory]:
-        cache = extend(cache, *arguments)
-        num_rows, max_length = cache.tokens.shape
-        context = Context(
-            step=tf.constant(0, tf.int64),
-            sample_index=tf.range(num_rows, dtype=tf.int64),
-            position=tf.range(max_length),
-            document_ids=None,
-            training=False,
-        )
-        hidden = self.model.hidden_state(cache.tokens, context)  # (B, L, D)
-        last = tf.gather(hidden, tf.maximum(cache.length - 1, 0), batch_dims=1)  # (B, D)
-        logits = self.model.logits(last[:, tf.newaxis])[:, 0]  # (B, V)
-        known = tf.range(logits.shape[-1]) < self._vocab_size
-        logits = tf.where(known, tf.cast(logits, tf.float32), -np.inf)
-        return logits, cache

@@ -69,14 +69,26 @@ class CausalSelfAttention(keras.layers.Layer):
         document_ids: tf.Tensor | None = None,
         dropout_keys: tf.Tensor | None = None,
         position: tf.Tensor | None = None,
+        attend: Callable[..., tf.Tensor] | None = None,
     ) -> tf.Tensor:
+        """Returns (B, T, D).
+
+        Args:
+          x: (B, T, D).
+          document_ids: (B, T) int32 or None.
+          dropout_keys: (B,) uint32, or None for no dropout.
+          position: (T,) or (B, T) int32, for rotary embedding.
+          attend: takes query, key and value (B, T, H, d) instead, over a decode cache.
+        """
         x = self.split.enter(x, self.path_name)  # (B, T, D)
         query, key, value = tf.unstack(self.qkv(x), axis=2)  # 3 x (B, T, H, d)
         if self.rotary_dim:
             query, key = (
                 rotary(part, position, self.rotary_dim, self.rotary_base) for part in (query, key)
             )
-        if self.blockwise is not None and self.blockwise.serves(query.shape[1]):
+        if attend is not None:
+            attended = attend(query, key, value)
+        elif self.blockwise is not None and self.blockwise.serves(query.shape[1]):
             attended = self.blockwise(query, key, value, document_ids, dropout_keys)
         else:
 
@@ -226,8 +238,13 @@ class TransformerBlock(keras.layers.Layer):
 
     def _attend(self, x: tf.Tensor, context: Context) -> tf.Tensor:
         keys = self._keys(SITE_ATTENTION, self.att.rate, context)
+        cache = context.cache
         attended = self.att(
-            x, document_ids=context.document_ids, dropout_keys=keys, position=context.position
+            x,
+            document_ids=context.document_ids,
+            dropout_keys=keys,
+            position=context.position,
+            attend=None if cache is None else functools.partial(cache.attend, self.index),
         )
         return self._drop(attended, SITE_RESIDUAL1, context)
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
+
+from tfbig.model.cached_attention import CacheView
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Context:
     position: tf.Tensor  # (T,) or (B, T) int32: position within the sample or document
     document_ids: tf.Tensor | None  # (B, T) int32, or None: attention crosses documents
     training: bool  # whether dropout is on
-    cache: Any = None  # the decoder's, or None
+    cache: CacheView | None = None  # what precedes the tokens, when decoding
 
 
 def make_context(batch: Mapping[str, tf.Tensor], step: tf.Tensor, training: bool) -> Context:

@@ -248,6 +248,12 @@ class GPT(keras.Model):
         shape = tf.concat([tf.shape(hidden)[:-1], [table.shape[0]]], 0)
         return tf.reshape(logits, shape)  # (B, T, V)
 
+    def last_logits(self, hidden: tf.Tensor) -> tf.Tensor:
+        """Returns the logits (B, V) of one position a row, hidden (B, D), for decoding."""
+        if self.dense is not None:
+            return self.logits(hidden[:, tf.newaxis])[:, 0]
+        return self.embedding_layer.token_emb.products(self._head_input(hidden))
+
     def _head_input(self, hidden: tf.Tensor) -> tf.Tensor:
         """Returns what the head's weight multiplies, (B, T, D)."""
         if self.final_norm is not None:
