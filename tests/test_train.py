@@ -235,6 +235,14 @@ def test_generate(run_dir):
     )
     assert "".join(pieces) == "é" + whole
     assert text()  # no prompt: the start of a document
+    beams = {"prompt": "import ", "num_beams": 3, "no_repeat_ngram_size": 3}
+    found = generate.run(GenerateConfig(run=run_dir, max_tokens=8, **beams), {})
+    assert found and found != greedy[: len(found)]
+    assert text(prompt="import ", temperature=0.0, repetition_penalty=5.0) != greedy
+    with pytest.raises(UserError, match="beam search forgets nothing"):
+        text(num_beams=2)
+    with pytest.raises(UserError, match="--num_beams=-1"):
+        text(num_beams=-1)
     with pytest.raises(UserError, match="--top_p=0"):
         text(top_p=0.0)
 

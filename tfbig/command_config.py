@@ -48,6 +48,20 @@ class GenerateConfig:
     """Keeps only the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keeps the smallest set of likely tokens whose probability reaches p."""
+    min_p: float = 0.0
+    """Keeps only tokens at least this fraction as likely as the most likely one."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that prompt or text already have less likely; 1 is off."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the text has."""
+    frequency_penalty: float = 0.0
+    """Taken off the logits of tokens once for each time the text has them."""
+    num_beams: int = 0
+    """Writes the likeliest text by beam search instead of sampling; 0 is off."""
+    length_penalty: float = 1.0
+    """Beam scores are divided by length to this power; above 0 favours longer texts."""
+    no_repeat_ngram_size: int = 0
+    """Beam search never repeats as many tokens in a row; 0 is off."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; not printed. Repeat the flag for more."""
     sampling_seed: int = 0

@@ -1,12 +1,12 @@
 """Writes text with a checkpoint: `python -m tfbig.generate --run runs/gpt_tiny --prompt "def "`."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfbig.command import launched_rank, run_command
 from tfbig.command_config import GenerateConfig
-from tfbig.config import section_values
+from tfbig.config import Config, ParallelConfig, section_values
 from tfbig.errors import UserError
 from tfbig.flags import Flags
 from tfbig.parallel_config import ParallelConfig
@@ -32,14 +32,16 @@ def run(
     """
     if config.max_tokens < 1:
         raise UserError(f"--max_tokens={config.max_tokens} must be at least 1.")
-    from tfbig.generation.sampling import SamplingOptions
+    from tfbig.generation.beam_search import BeamOptions
     from tfbig.generation.text_stream import TextStream
 
-    options = SamplingOptions(config.temperature, config.top_k, config.top_p, config.sampling_seed)
+    options = _sampling_options(config)
+    beams = None
+    if config.num_beams:
+        beams = BeamOptions(config.num_beams, config.length_penalty, config.no_repeat_ngram_size)
     saved = SavedRun.open(config.run, config.checkpoint)
     import trainers
     from data_pipeline.tokenizer import Tokenizer
-    from tfbig.generation.generator import generate_tokens
 
     tokenizer = Tokenizer.load(saved.folder.tokenizer_path)
     layout = saved.with_parallel(parallel)
@@ -47,7 +49,6 @@ def run(
     try:
         trainer.build(training=False, vocab_size=tokenizer.vocab_size)
         trainer.load_state(saved.reader, weights_only=True)
-        prompt = [int(token) for token in tokenizer.encode(config.prompt)]
         stream = TextStream(config.stop)
         pieces: list[str] = []
         if write is not None and trainer.rank == 0:
@@ -58,20 +59,74 @@ def run(
             if write is not None and piece and trainer.rank == 0:
                 write(piece)
 
-        for token in generate_tokens(
-            trainer,
-            prompt or [tokenizer.end_of_text_id],
-            options,
-            max_length=saved.config.model.max_length,
-            max_tokens=config.max_tokens,
-            end_token=tokenizer.end_of_text_id,
-            stopped=lambda: stream.stopped,
-        ):
+        ids = [int(token) for token in tokenizer.encode(config.prompt)]
+        prompt, end_token = ids or [tokenizer.end_of_text_id], tokenizer.end_of_text_id
+        if beams is None:
+            tokens = _sample(config, layout, options, trainer, prompt, end_token, stream)
+        else:
+            tokens = _search(config, layout, beams, trainer, prompt, end_token)
+        for token in tokens:
             hand_out(stream.feed(tokenizer.decode_bytes([token])))
         hand_out(stream.finish())
         return "".join(pieces)
     finally:
         trainer.close()
+
+
+def _sampling_options(config: GenerateConfig) -> Any:
+    from tfbig.generation.sampling import SamplingOptions
+
+    return SamplingOptions(
+        config.temperature,
+        config.top_k,
+        config.top_p,
+        config.sampling_seed,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+    )
+
+
+def _sample(
+    config: GenerateConfig,
+    layout: Config,
+    options: Any,
+    trainer: Any,
+    prompt: list[int],
+    end_token: int,
+    stream: Any,
+) -> Iterator[int]:
+    """Yields sampled tokens until the text has a stop string."""
+    from tfbig.generation.generator import generate_tokens
+
+    return generate_tokens(
+        trainer,
+        prompt,
+        options,
+        max_length=layout.model.max_length,
+        max_tokens=config.max_tokens,
+        end_token=end_token,
+        stopped=lambda: stream.stopped,
+    )
+
+
+def _search(
+    config: GenerateConfig,
+    layout: Config,
+    options: Any,
+    trainer: Any,
+    prompt: list[int],
+    end_token: int,
+) -> Iterator[int]:
+    """Yields the tokens of the likeliest text."""
+    from tfbig.generation.beam_search import beam_search
+
+    max_length = layout.model.max_length
+    found = beam_search(
+        trainer, prompt, options, config.max_tokens, frozenset({end_token}), max_length
+    )
+    return iter(found[0].tokens)
 
 
 def _body(arguments: Sequence[str]) -> None:

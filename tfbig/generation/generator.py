@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from tfbig.generation.engine import prefill_width
 from tfbig.generation.sampling import Sampler, SamplingOptions
 
 
@@ -30,7 +31,7 @@ def generate_tokens(
       end_token: ends the text; not yielded.
       stopped: asked after each token.
     """
-    sampler = Sampler(options)
+    sampler = Sampler(options, prompt, [end_token])
     text = list(prompt)[-max_length:]
     cache = trainer.new_cache(1, max_length)
     row = np.zeros(1, np.int32)
@@ -38,15 +39,14 @@ def generate_tokens(
     for _ in range(max_tokens):
         if held + len(new) > max_length:
             new, held = text[-(max_length // 2 or 1) :], 0
-        reset = np.array([held == 0])
-        logits = None
-        # A prompt goes in as one padded call, what follows token by token: two shapes in all.
-        width = max_length if len(new) > 1 else 1
-        tokens = np.zeros((1, width), np.int32)
-        tokens[0, : len(new)] = new
-        count = np.array([len(new)], np.int32)
-        logits, cache = trainer.decode_step(tokens, count, row, reset, cache)
-        held += len(new)
+        while new:
+            width = prefill_width(len(new)) if len(new) > 1 else 1
+            piece, new = new[:width], new[width:]
+            tokens = np.zeros((1, width), np.int32)
+            tokens[0, : len(piece)] = piece
+            count = np.array([len(piece)], np.int32)
+            logits, cache = trainer.decode_step(tokens, count, row, np.array([held == 0]), cache)
+            held += len(piece)
         token = sampler.choose(logits[0])
         if token == end_token:
             return

@@ -12,13 +12,19 @@ class TextStream:
 
     Attributes:
       stopped: whether a stop string has come.
+      num_handed: characters that were handed out.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = [text for text in stop if text]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = ""
+        self._held, self.num_handed = "", 0
         self.stopped = False
+
+    @property
+    def num_characters(self) -> int:
+        """Characters that have come, those that are held back included."""
+        return self.num_handed + len(self._held)
 
     def feed(self, token_bytes: bytes) -> str:
         """Returns the text that is certain after one more token.
@@ -53,4 +59,5 @@ class TextStream:
 
     def _hand_out(self, length: int, drop_rest: bool = False) -> str:
         text, self._held = self._held[:length], "" if drop_rest else self._held[length:]
+        self.num_handed += len(text)
         return text

@@ -252,6 +252,7 @@ class GPT(keras.Model):
         """Returns the logits (B, V) of one position a row, hidden (B, D), for decoding."""
         if self.dense is not None:
             return self.logits(hidden[:, tf.newaxis])[:, 0]
+        assert self.embedding_layer is not None, "this stage has no head"
         return self.embedding_layer.token_emb.products(self._head_input(hidden))
 
     def _head_input(self, hidden: tf.Tensor) -> tf.Tensor:
