@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfbig import rectangle
-from tfbig.rectangle import Rectangle, bounds_problem, intersect, tiling_problem
+from tfbig.rectangle import (
+    Rectangle,
+    bounds_problem,
+    intersect,
+    rectangles_of_range,
+    tiling_problem,
+)
 
 
 @st.composite
@@ -89,3 +95,15 @@ def test_a_grid_over_a_thousand_ranks_takes_no_quadratic_time(monkeypatch):
     rectangles = [Rectangle((i, j), (1, 1)) for i in range(side) for j in range(side)]
     assert tiling_problem((side, side), rectangles, [""] * len(rectangles)) is None
     assert 0 < calls < 40 * len(rectangles) < math.comb(len(rectangles), 2)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_rectangles_of_a_range_are_its_elements_in_order(shape, data):
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, whole.size))
+    stop = data.draw(st.integers(start, whole.size))
+    parts = rectangles_of_range(tuple(shape), start, stop)
+    elements = [whole[part.slices].reshape(-1) for part in parts]
+    assert np.concatenate([np.zeros(0, int), *elements]).tolist() == list(range(start, stop))
+    assert len(parts) <= max(1, 2 * len(shape) - 1)

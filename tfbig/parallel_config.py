@@ -34,8 +34,20 @@ class ParallelConfig:
     """Horovod's DistributedGradientTape or our flat buckets; auto takes tape where it can."""
     bucket_megabytes: int = 32
     """Size of one flat gradient bucket."""
+    shard_optimizer_state: bool = False
+    """Whether data ranks share the optimizer's slots instead of each keeping all (ZeRO-1)."""
+    shard_gradients: bool = False
+    """Whether they share the summed gradients too (ZeRO-2)."""
+    shard_parameters: bool = False
+    """Whether they share the weights too, and gather a block's before its use (ZeRO-3)."""
     activation_checkpointing: str = "none"
     """What backward makes again instead of keeping it: none, block, group_N (blocks), attention."""
+    offload_activations: bool = False
+    """Whether the inputs of checkpointed blocks wait in host memory for their backward pass."""
+    activation_loading_horizon: int = 4
+    """How many checkpointed groups before its use an input begins to come back to the device."""
+    offload_optimizer_state: bool = False
+    """Whether slots lie in host memory, where the update is then made."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Arithmetic of the model; variables and optimizer state stay float32."""
     tf32: bool = True
@@ -50,3 +62,14 @@ class ParallelConfig:
     """Bit-equal runs: TF's deterministic kernels and Horovod without fusion; slower."""
     num_threads: int = 0
     """CPU threads of one process; 0 means the machine's cores shared among the local ranks."""
+
+    @property
+    def sharding_level(self) -> int:
+        """ZeRO's stage (arXiv 1910.02054): 1 to 3, each with what those below share; 0 is none."""
+        shared = (self.shard_optimizer_state, self.shard_gradients, self.shard_parameters)
+        return max(stage for stage in range(4) if stage == 0 or shared[stage - 1])
+
+    @property
+    def offload_horizon(self) -> int | None:
+        """The loading horizon of offloaded activations; None where they are not."""
+        return self.activation_loading_horizon if self.offload_activations else None

@@ -2,6 +2,8 @@
 
 import re
 
+from tfbig.errors import UserError
+
 WORDS = "none, block, group_N (N blocks, e.g. group_2) or attention"
 
 
@@ -19,8 +21,12 @@ def problem(mode: str) -> str | None:
 def group_size(mode: str) -> int:
     """Returns how many consecutive blocks keep one input; 0 where each block keeps all.
 
+    Raises:
+      UserError: there is no such mode.
+
     >>> group_size("group_3"), group_size("block"), group_size("attention")
     (3, 1, 0)
     """
-    assert problem(mode) is None, mode
+    if unknown := problem(mode):
+        raise UserError(unknown)
     return 1 if mode == "block" else int(mode[6:]) if mode.startswith("group_") else 0

@@ -142,3 +142,37 @@ def _spans_meet(
         if a >= d or c >= b:
             return False
     return True
+
+
+def rectangles_of_range(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
+    """Returns, in order, the rectangles that tile elements [start, stop) of a row-major tensor.
+
+    Each of them is a range of its own in row-major order; there are fewer than two a dim.
+
+    Args:
+        shape: the tensor's shape.
+        start: first element.
+        stop: one past the last element.
+
+    >>> [str(part) for part in rectangles_of_range((4, 5), 3, 17)]
+    ['[0:1, 3:5]', '[1:3, 0:5]', '[3:4, 0:2]']
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Rectangle((), ())]
+    rest, row_size = tuple(shape[1:]), math.prod(shape[1:])
+    first, last = start // row_size, (stop - 1) // row_size  # rows
+    head, tail = start - first * row_size, stop - last * row_size
+
+    def within(row: int, begin: int, end: int) -> list[Rectangle]:
+        parts = rectangles_of_range(rest, begin, end)
+        return [Rectangle((row, *part.start), (1, *part.shape)) for part in parts]
+
+    if first == last and tail - head < row_size:
+        return within(first, head, tail)
+    before = within(first, head, row_size) if head else []
+    after = within(last, 0, tail) if tail < row_size else []
+    begin, end = first + bool(before), last + (not after)
+    whole = [Rectangle((begin, *[0] * len(rest)), (end - begin, *rest))] if end > begin else []
+    return before + whole + after

@@ -7,6 +7,7 @@ from tfbig.config import Config, ModelConfig, OptimizerConfig, RunConfig
 from tfbig.errors import UserError
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import profile_problems
+from tfbig.recomputation_mode import group_size
 from tfbig.recomputation_mode import problem as recomputation_problem
 
 _MAX_SEED = 2**31 - 1
@@ -161,11 +162,20 @@ def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
         "bucket_megabytes",
     )
     yield from _at_least(parallel, 0, "num_threads", "num_devices")
+    if parallel.offload_optimizer_state and not parallel.sharding_level:
+        yield (
+            "--offload_optimizer_state needs --shard_optimizer_state, whose update it moves to the"
+            " host; with one process too."
+        )
     mode = parallel.activation_checkpointing
     if problem := recomputation_problem(mode):
         yield problem
-    elif parallel.jit_compile and mode != "none":
+    elif parallel.offload_activations and group_size(mode) == 0:
         yield (
-            f"--jit_compile undoes --activation_checkpointing={mode}: XLA merges the second forward"
-            " pass with the first and keeps what that makes. Leave one of them out."
+            f"--offload_activations moves the inputs of checkpointed blocks, but"
+            f" --activation_checkpointing={mode} keeps more than these: add"
+            " --activation_checkpointing=block."
         )
+    if parallel.offload_activations and parallel.jit_compile:
+        yield "--offload_activations moves tensors out of what --jit_compile compiles: take one."
+    yield from _at_least(parallel, 0, "activation_loading_horizon")

@@ -2,7 +2,7 @@
 
 STRATEGIES = {
     "single": "trainers.single:SingleTrainer",
-    "horovod": "trainers.horovod:HorovodTrainer",
+    "horovod": "trainers.data_parallel:horovod_trainer",
     "mirrored": "trainers.mirrored:MirroredTrainer",
     "multi_worker": "trainers.multi_worker:MultiWorkerTrainer",
     "pipeline": "trainers.pipeline:PipelineTrainer",
@@ -10,7 +10,7 @@ STRATEGIES = {
 
 
 def trainer_class(name: str):
-    """Returns the Trainer class of a strategy.
+    """Returns what makes a strategy's Trainer of a Config.
 
     Raises:
       UserError: no strategy has that name.

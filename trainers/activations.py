@@ -5,7 +5,7 @@ V = vocabulary, t = tensor parallel degree.
 """
 
 from tfbig.config import Config
-from tfbig.errors import UserError
+from tfbig.recomputation_mode import group_size
 from tfbig.variables import part_of
 
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -20,28 +20,6 @@ def is_blockwise(config: Config) -> bool:
     if attention == "auto":
         return config.data.sequence_length >= BLOCKWISE_FROM
     return attention == "blockwise"
-
-
-def group_size(recompute: str) -> int:
-    """Returns the blocks between two kept inputs: 1 for "block", N for "group_N", else 0.
-
-    Raises:
-      UserError: it is no kind of recomputation.
-
-    >>> group_size("group_4"), group_size("block"), group_size("attention")
-    (4, 1, 0)
-    """
-    if recompute in ("none", "attention"):
-        return 0
-    if recompute == "block":
-        return 1
-    number = recompute.removeprefix("group_")
-    if recompute.startswith("group_") and number.isdigit() and int(number) > 0:
-        return int(number)
-    raise UserError(
-        f"--activation_checkpointing={recompute} is not known: it is none, attention, block or"
-        " group_N, such as group_4."
-    )
 
 
 def block_bytes(config: Config, rows: int, recompute: str = "none") -> float:

@@ -63,9 +63,9 @@ class DistributeTrainer(ReplicaTrainer):
 
     # The contract.
 
-    def _make_model(self) -> GPT:
+    def _make_model(self, initial_values: bool = True) -> GPT:
         with self.strategy.scope():
-            return super()._make_model()
+            return super()._make_model(initial_values)
 
     def _make_locals(self, variables: dict[str, tf.Variable], training: bool) -> list[Local]:
         results = self.strategy.experimental_local_results

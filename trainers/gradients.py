@@ -84,11 +84,15 @@ def batch_gradients(
     rows = tuple(
         tf.TensorArray(tf.float32, num_microbatches, element_shape=[size]) for _ in range(3)
     )
-    zeros = [tf.zeros(source.shape, source.dtype) for source in sources]
+    # Sums over microbatches are exact whatever the weights are kept in.
+    zeros = [tf.zeros(source.shape, tf.float32) for source in sources]
 
     def body(index, loss_sum, totals, rows):
         gradients, sums = one(microbatch(batch, index, num_microbatches), lambda tape: tape)
-        totals = [total + gradient for total, gradient in zip(totals, gradients, strict=True)]
+        totals = [
+            total + tf.cast(gradient, total.dtype)
+            for total, gradient in zip(totals, gradients, strict=True)
+        ]
         rows = tuple(array.write(index, part) for array, part in zip(rows, sums[1:], strict=True))
         return index + 1, loss_sum + sums.loss_sum, totals, rows
 

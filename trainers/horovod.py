@@ -1,5 +1,7 @@
 """Data parallelism by Horovod: one process a device, gradients summed by all-reduce."""
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
@@ -8,7 +10,8 @@ from tfbig.errors import UserError
 from tfbig.parallel_config import ParallelConfig
 from trainers.agreement import check_equal_ranks
 from trainers.base import Batch
-from trainers.buckets import flatten, plan_buckets, unflatten
+from trainers.bucket_plan import plan_buckets
+from trainers.buckets import flatten, unflatten
 from trainers.clock import Clock
 from trainers.collectives import Engine, distributed_tape
 from trainers.devices import prepare_devices
@@ -88,9 +91,7 @@ class HorovodTrainer(ReplicaTrainer):
 
         broadcast_all()
 
-    def _gradients(
-        self, batch: Batch, step: tf.Tensor, clock: Clock
-    ) -> tuple[Gradients, BatchSums]:
+    def _gradients(self, batch: Batch, step: tf.Tensor, clock: Clock) -> tuple[Any, BatchSums]:
         if self._reduction == "tape":
             return batch_gradients(
                 self.model,

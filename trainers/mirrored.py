@@ -6,7 +6,7 @@ import tensorflow as tf
 from tfbig.config import Config
 from trainers.devices import configure_local_devices, local_devices
 from trainers.distribute import DistributeTrainer
-from trainers.validate import check_data_parallel_only
+from trainers.validate import check_data_parallel_only, check_no_sharding
 
 
 class MirroredTrainer(DistributeTrainer):
@@ -14,6 +14,7 @@ class MirroredTrainer(DistributeTrainer):
 
     def __init__(self, config: Config) -> None:
         check_data_parallel_only(config)
+        check_no_sharding(config)
         self.config = config
         configure_local_devices(config.parallel)
         devices = local_devices(config.parallel)

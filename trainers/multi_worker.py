@@ -12,7 +12,7 @@ from tfbig.parallel_config import ParallelConfig
 from trainers.cluster import in_slurm_step, place_from_tf_config
 from trainers.devices import configure_local_devices
 from trainers.distribute import DistributeTrainer
-from trainers.validate import check_data_parallel_only
+from trainers.validate import check_data_parallel_only, check_no_sharding
 
 AGREE_SECONDS = 1800.0  # rank 0 may prepare data for the others
 OPERATIONS: dict[str, Callable[[np.ndarray], int]] = {"min": np.min, "max": np.max, "sum": np.sum}
@@ -37,6 +37,7 @@ class MultiWorkerTrainer(DistributeTrainer):
 
     def __init__(self, config: Config) -> None:
         check_data_parallel_only(config)
+        check_no_sharding(config)
         self.config = config
         on_gpus = bool(tf.config.list_physical_devices("GPU"))
         check_devices(config.parallel, on_gpus)

@@ -59,10 +59,14 @@ class CostModel:
       config: of the run.
       microbatch_size: sequences of one forward.
       recompute: what is made again in the backward pass (trainers/activations.py).
+      data_size: replicas, which may share state.
     """
 
-    def __init__(self, config: Config, microbatch_size: int, recompute: str = "none") -> None:
+    def __init__(
+        self, config: Config, microbatch_size: int, recompute: str = "none", data_size: int = 1
+    ) -> None:
         self._config, self._rows, self._recompute = config, microbatch_size, recompute
+        self._data_size = data_size
         self._parallel, self._model = config.parallel, config.model
         self._tensor = config.parallel.tensor_parallel_degree
         self._num_ranks = config.parallel.pipeline_parallel_degree
@@ -86,7 +90,7 @@ class CostModel:
             rank=index % self._num_ranks,
             num_parameters=parameters,
             flops=flops,
-            state_bytes=parameters * state_bytes_per_parameter(self._config),
+            state_bytes=parameters * state_bytes_per_parameter(self._config, self._data_size),
             activation_bytes=activations,
             in_flight=self._in_flight[index],
         )
@@ -143,30 +147,38 @@ def rank_parameters(
     return total
 
 
-def state_bytes_per_parameter(config: Config) -> float:
+def state_bytes_per_parameter(config: Config, data_size: int = 1) -> float:
     """Returns the bytes a trained parameter takes on its rank.
 
     float32 weight and summed gradient, AdamW's two slots and a moving average, and in the compute
     dtype the gradient of one microbatch and, where that isn't float32, the weight.
+
+    Args:
+      config: of the run.
+      data_size: ranks that share slots and average under --shard_optimizer_state.
     """
     element = COMPUTE_BYTES[config.parallel.precision]
-    slots = 8 if config.optimizer.optimizer == "adamw" else 0
+    slots = 8.0 if config.optimizer.optimizer == "adamw" else 0
     slots += 4 if config.optimizer.ema_decay > 0 else 0
+    slots /= data_size if config.parallel.shard_optimizer_state else 1
     return 8 + slots + element + (element if element < 4 else 0)
 
 
-def choose_partition(config: Config, microbatch_size: int, recompute: str = "none") -> Partition:
+def choose_partition(
+    config: Config, microbatch_size: int, recompute: str = "none", data_size: int = 1
+) -> Partition:
     """Returns the stages of a run: by hand where --partition says so, else by the cost model.
 
     Args:
       config: of the run.
       microbatch_size: sequences of one forward.
       recompute: what is made again in the backward pass.
+      data_size: replicas, which may share state.
 
     Raises:
       UserError: --partition doesn't describe a partition.
     """
-    costs = CostModel(config, microbatch_size, recompute)
+    costs = CostModel(config, microbatch_size, recompute, data_size)
     if config.parallel.partition:
         bounds = _bounds_by_hand(config, costs.num_stages)
     else:

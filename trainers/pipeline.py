@@ -13,14 +13,15 @@ from tfbig.checkpoint_format import Slice
 from tfbig.config import Config
 from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
-from tfbig.optimizer import Optimizer
 from tfbig.step_spans import Spans
-from tfbig.variables import variable_rule
 from trainers.agreement import check_equal_ranks
 from trainers.base import Batch, Layout, StateReader, StepResult, Trainer
+from trainers.bucket_plan import plan_buckets
 from trainers.clock import Stopwatch, seconds_in_flight
 from trainers.collectives import Engine, Group
+from trainers.copied_optimizer import CopiedOptimizer
 from trainers.devices import prepare_devices
+from trainers.flat_buckets import flat_buckets
 from trainers.mesh import Mesh, make_mesh
 from trainers.partition import choose_partition
 from trainers.pipeline_link import Link
@@ -29,11 +30,14 @@ from trainers.pipeline_schedule import compute_order, forward_order
 from trainers.pipeline_stage import Chunk
 from trainers.pipeline_stepper import Stepper
 from trainers.pipeline_update import MeshGroups, Update
+from trainers.sharded_optimizer import ShardedOptimizer
 from trainers.tensor_parallel import TensorParallel
 from trainers.tensor_state import TensorState
 from trainers.tensor_table import shard_table
 from trainers.token_history import TokenHistory, empty_history, extend, new_tokens
 from trainers.validate import check_mesh_fits, check_one_device, derive_microbatch_size, num_chunks
+
+FLOAT32_BYTES = 4
 
 
 def mesh_groups(mesh: Mesh, is_ring: bool, is_tied: bool) -> list[tuple[str, tuple[int, ...]]]:
@@ -80,7 +84,12 @@ class PipelineTrainer(Trainer):
             self._microbatch_size = derive_microbatch_size(
                 config.run.global_batch, sizes["data"], parallel.microbatches
             )
-            self.partition = choose_partition(config, self._microbatch_size)
+            self.partition = choose_partition(
+                config,
+                self._microbatch_size,
+                parallel.activation_checkpointing,
+                sizes["data"],
+            )
         finally:
             self._engine.close()
         self._num_chunks = num_chunks(config)
@@ -139,6 +148,7 @@ class PipelineTrainer(Trainer):
                     split=split,
                     attention=config.parallel.attention,
                     activation_checkpointing=config.parallel.activation_checkpointing,
+                    offload_horizon=config.parallel.offload_horizon,
                     # Microbatches in flight would each keep a gradient as large as the weight.
                     chunked_head=False,
                 ),
@@ -151,8 +161,7 @@ class PipelineTrainer(Trainer):
         self._shards = shard_table(config.model, variables, self.places, self.mesh.sizes)
         for path, shard in self._shards.items():
             assert tuple(variables[path].shape) == shard.local_shape, path
-        decayed = {path: variable_rule(path).decayed for path in variables}
-        self._optimizer = Optimizer(config.optimizer, variables, decayed, training)
+        self._optimizer = self._make_optimizer(variables, training)
         self._loss_scale = LossScale(config)
         state = self._optimizer.state() | self._loss_scale.state()
         self._state = TensorState(self._shards, variables, state, self.rank == 0)
@@ -174,6 +183,21 @@ class PipelineTrainer(Trainer):
         self._share = tf.function(self._share_graph, autograph=False)
         self._extend = tf.function(extend, autograph=False)
         self._intervals: list[Any] = []
+
+    def _make_optimizer(
+        self, variables: dict[str, tf.Variable], training: bool
+    ) -> CopiedOptimizer | ShardedOptimizer:
+        parallel = self.config.parallel
+        sizes = {path: variable.shape.num_elements() for path, variable in variables.items()}
+        max_elements = (parallel.bucket_megabytes << 20) // FLOAT32_BYTES
+        arguments = self.config, variables, self._shards
+        paths = plan_buckets(sizes, max_elements)
+        if parallel.sharding_level == 0:
+            return CopiedOptimizer(*arguments, paths, self._groups.data, training)
+        buckets = flat_buckets(sizes, paths, self._groups.data.size)
+        sharded = ShardedOptimizer(*arguments, buckets, self._groups.data, training)
+        sharded.begin(lambda path: variables[path].read_value())
+        return sharded
 
     def _training_program(self):
         parallel = self.config.parallel
@@ -218,7 +242,7 @@ class PipelineTrainer(Trainer):
 
     def gradient_slices(self, batch: Batch, step: int) -> list[Slice]:
         self._run_passes(batch, step)
-        return list(self._state.slices_of(self._update.reduce(self._take_totals())))
+        return list(self._optimizer.slices_of(self._update.reduce(self._take_totals())))
 
     def _run_passes(self, batch: Batch, step: int):
         rows, length = batch["tokens"].shape
@@ -264,10 +288,12 @@ class PipelineTrainer(Trainer):
         return self._engine.world.all_reduce(tensor, name)
 
     def state_slices(self) -> Iterator[Slice]:
-        return self._state.slices()
+        yield from self._state.slices()
+        yield from self._optimizer.slices()
 
     def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:
         missing = self._state.load(reader, weights_only)
+        missing += self._optimizer.load(reader, weights_only)
         if weights_only:
             self._optimizer.restart_averages()
         return missing

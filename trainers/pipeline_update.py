@@ -1,22 +1,22 @@
 """What follows a step's passes on a mesh: reductions, the decision, the optimizer; one graph."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfbig.config import Config
 from tfbig.loss_scale import LossScale
-from tfbig.optimizer import Optimizer, decide, mean_norms, squared_norms_by_layer
+from tfbig.optimizer import decide, mean_norms
 from trainers.base import Batch, StepResult
-from trainers.buckets import flatten, plan_buckets, unflatten
+from trainers.buckets import flatten, unflatten
 from trainers.clock import Clock
 from trainers.collectives import Group
+from trainers.copied_optimizer import CopiedOptimizer
 from trainers.gradients import Gradients
+from trainers.sharded_optimizer import ShardedOptimizer
 from trainers.step_totals import pack, unpack
 from trainers.tensor_table import TOKEN_TABLE, Shard
-
-FLOAT32_BYTES = 4
 
 
 class MeshGroups(NamedTuple):
@@ -35,7 +35,7 @@ class Update:
       config: of the run.
       shards: of this rank's variables, by path.
       groups: this rank's.
-      optimizer: over this rank's variables.
+      optimizer: over this rank's variables and their data group.
       loss_scale: of float16.
       num_sources: of the data.
       sums_here: whether this rank's loss sums count: one rank of the last stage a replica.
@@ -46,7 +46,7 @@ class Update:
         config: Config,
         shards: Mapping[str, Shard],
         groups: MeshGroups,
-        optimizer: Optimizer,
+        optimizer: CopiedOptimizer | ShardedOptimizer,
         loss_scale: LossScale,
         num_sources: int,
         sums_here: bool,
@@ -56,13 +56,10 @@ class Update:
         self._num_sources, self._sums_here = num_sources, sums_here
         self._num_layers = config.model.num_layers + 2  # embedding and head too
         self._shapes = {path: tf.TensorShape(s.local_shape) for path, s in shards.items()}
-        sizes = {path: shape.num_elements() for path, shape in self._shapes.items()}
-        max_elements = (config.parallel.bucket_megabytes << 20) // FLOAT32_BYTES
-        self._buckets = plan_buckets(sizes, max_elements)
         self.run = tf.function(self._graph, autograph=False)
         self.reduce = tf.function(self._reduce, autograph=False)
 
-    def _reduce(self, gradients: Gradients, clock: Clock | None = None) -> Gradients:
+    def _reduce(self, gradients: Gradients, clock: Clock | None = None) -> Any:
         """Returns gradients summed over all ranks that hold a share of them."""
         reduced = dict(gradients)
         replicated = [path for path, shard in self._shards.items() if not shard.is_sharded]
@@ -74,12 +71,7 @@ class Update:
         if self._groups.tied is not None:
             table = self._groups.tied.all_reduce(reduced[TOKEN_TABLE], "table", clock=clock)
             reduced[TOKEN_TABLE] = table
-        if self._groups.data.size > 1:
-            for index, paths in enumerate(self._buckets):
-                flat = flatten(reduced, paths)
-                flat = self._groups.data.all_reduce(flat, f"gradients_{index}", clock=clock)
-                reduced |= unflatten(flat, self._shapes, paths)
-        return reduced
+        return self._optimizer.reduce(reduced, clock)
 
     def _graph(
         self,
@@ -102,9 +94,7 @@ class Update:
         """
         clock = Clock()
         gradients = self._reduce(totals, clock)
-        counted = {path: g for path, g in gradients.items() if self._shards[path].is_counted}
-        squares = squared_norms_by_layer(counted, self._config.model.num_layers)  # (layers,)
-        squares = tf.cast(squares, tf.float64)
+        squares = tf.cast(self._optimizer.squares_by_layer(gradients), tf.float64)  # (layers,)
         vector = tf.concat([squares, self._sums(batch, row_sums, signal)], 0)
         # Every rank takes part, so that none goes on, or ends, before all have come this far.
         vector = self._groups.world.all_reduce(vector, "sums", clock=clock)
@@ -120,7 +110,7 @@ class Update:
             scale_of_sum,
         )
         with tf.name_scope("optimizer"):  # captures of steps tell it by this
-            self._optimizer.apply(gradients, learning_rate, decision)
+            self._optimizer.apply(gradients, learning_rate, decision, clock)
         self._loss_scale.update(decision.finite)
         layer_norms = tf.zeros([0])
         if self._config.run.layer_grad_norms:

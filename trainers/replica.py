@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -13,6 +13,7 @@ from tfbig.config import Config
 from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
 from tfbig.optimizer import (
+    Decision,
     Optimizer,
     decide,
     mean_norms,
@@ -26,6 +27,7 @@ from trainers.clock import Clock, seconds_in_flight
 from trainers.decode_cache import DecodeCache
 from trainers.decoding import Decoder
 from trainers.gradients import BatchSums, Gradients, batch_gradients, forward
+from trainers.gradients import BatchSums, batch_gradients, forward
 from trainers.step_totals import pack, unpack
 
 
@@ -33,7 +35,7 @@ class Local(NamedTuple):
     """The variables of one replica, on one device."""
 
     variables: dict[str, tf.Variable]
-    optimizer: Optimizer
+    optimizer: Any  # Optimizer, or what a strategy has in its place
     loss_scale: LossScale
 
     def state(self) -> dict[str, tf.Variable]:
@@ -52,10 +54,7 @@ class ReplicaTrainer(Trainer):
         self._num_sources = num_sources
         self._vocab_size = vocab_size or config.model.vocab_size
         self.model = self._make_model()
-        variables = {
-            path: variable.value for path, variable in self.model.canonical_variables().items()
-        }
-        self._locals = self._make_locals(variables, training)
+        self._locals = self._make_locals(self._model_variables(), training)
         self._variables = self._locals[0].variables
         self._intervals: dict[str, tf.Tensor] = {}
         self._train = tf.function(self._train_graph, autograph=False)
@@ -64,15 +63,22 @@ class ReplicaTrainer(Trainer):
 
     # What a strategy adds.
 
-    def _make_model(self) -> GPT:
+    def _make_model(self, initial_values: bool = True) -> GPT:
         config = self.config
         return GPT.from_config(
             config.model,
             seed=config.run.seed,
             precision=config.parallel.precision,
+            initial_values=initial_values,
             attention=config.parallel.attention,
             activation_checkpointing=config.parallel.activation_checkpointing,
+            offload_horizon=config.parallel.offload_horizon,
         )
+
+    def _model_variables(self) -> dict[str, tf.Variable]:
+        """Returns the variables that this process trains, by path."""
+        variables = self.model.canonical_variables()
+        return {path: variable.value for path, variable in variables.items()}
 
     def _make_locals(self, variables: dict[str, tf.Variable], training: bool) -> list[Local]:
         """Returns the replicas of this process: one, of the model's own variables."""
@@ -87,9 +93,7 @@ class ReplicaTrainer(Trainer):
         """Returns the replica that the calling graph is part of."""
         return self._locals[0]
 
-    def _gradients(
-        self, batch: Batch, step: tf.Tensor, clock: Clock
-    ) -> tuple[Gradients, BatchSums]:
+    def _gradients(self, batch: Batch, step: tf.Tensor, clock: Clock) -> tuple[Any, BatchSums]:
         """Returns gradients summed over all ranks, and this process's sums by row."""
         local, parallel = self._local(), self.config.parallel
 
@@ -115,6 +119,24 @@ class ReplicaTrainer(Trainer):
         """Returns the rows (b, n) of all ranks, (global batch, n)."""
         return rows
 
+    def _sums_and_squares(
+        self, vector: tf.Tensor, gradients: Any, clock: Clock
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns a vector summed over all ranks, and the reduced gradients' sums of squares.
+
+        The latter are (1,), or (layers,) where norms by layer are asked for.
+        """
+        squares = [squared_norm(gradients)]
+        if self.config.run.layer_grad_norms:
+            squares = squared_norms_by_layer(gradients, self.config.model.num_layers)
+        return self._sum(vector, clock), tf.convert_to_tensor(squares)
+
+    def _apply(
+        self, gradients: Any, learning_rate: tf.Tensor, decision: Decision, clock: Clock
+    ) -> None:
+        """Updates the calling replica's variables with what `_gradients` returned."""
+        self._local().optimizer.apply(gradients, learning_rate, decision)
+
     # The contract.
 
     def train_step(
@@ -131,10 +153,13 @@ class ReplicaTrainer(Trainer):
 
     def gradient_slices(self, batch: Batch, step: int) -> list[Slice]:
         @tf.function(autograph=False)
-        def run(batch: Batch, step: tf.Tensor) -> Gradients:
+        def run(batch: Batch, step: tf.Tensor) -> Any:
             return self._gradients(batch, step, Clock())[0]
 
-        gradients = run(dict(batch), tf.constant(step, tf.int64))
+        return self._slices_of(run(dict(batch), tf.constant(step, tf.int64)))
+
+    def _slices_of(self, gradients: Any) -> list[Slice]:
+        """Returns what `_gradients` returned as slices of the model's variables."""
         return [
             Slice(path, tuple(g.shape), (0,) * len(g.shape), g, self.rank == 0)
             for path, g in gradients.items()
@@ -158,7 +183,7 @@ class ReplicaTrainer(Trainer):
         missing = [path for path in wanted if not reader.has(path)]
         for path, variable in wanted.items():
             if reader.has(path):
-                variable.assign(reader.read(path))
+                variable.assign(tf.cast(reader.read(path), variable.dtype))
         if weights_only:
             local.optimizer.restart_averages()
         return missing
@@ -198,24 +223,24 @@ class ReplicaTrainer(Trainer):
         gradients, sums = self._gradients(batch, step, clock)
         _, row_loss, row_tokens, _ = sums
         vector = pack(row_loss, row_tokens, batch["source_index"], signal, self._num_sources)
-        totals = unpack(self._sum(vector, clock), self._num_sources)
+        vector, squares = self._sums_and_squares(vector, gradients, clock)
+        totals = unpack(vector, self._num_sources)
         config = self.config.optimizer
         local = self._local()
         scale, scale_of_sum = local.loss_scale.value(), local.loss_scale.of_the_sum()
         decision = decide(
             config,
-            squared_norm(gradients),
+            tf.reduce_sum(squares),
             totals.loss_sum,
             totals.num_tokens,
             max_loss,
             scale_of_sum,
         )
         with tf.name_scope("optimizer"):  # captures of steps tell it by this
-            local.optimizer.apply(gradients, learning_rate, decision)
+            self._apply(gradients, learning_rate, decision, clock)
         local.loss_scale.update(decision.finite)
         layer_norms = tf.zeros([0])
         if self.config.run.layer_grad_norms:
-            squares = squared_norms_by_layer(gradients, self.config.model.num_layers)
             layer_norms = mean_norms(squares, totals.num_tokens, scale_of_sum)
         result = StepResult(
             **totals._asdict(),
@@ -227,6 +252,10 @@ class ReplicaTrainer(Trainer):
         return result, clock.intervals()
 
     def _evaluate_graph(self, batch: Batch, weights: str) -> tf.Tensor:
+        sums = self._evaluation_sums(batch, weights)
+        return self._gather(tf.stack(sums[1:], axis=1))  # (global batch, 3)
+
+    def _evaluation_sums(self, batch: Batch, weights: str) -> BatchSums:
         scope = keras.StatelessScope()
         if weights == "ema":
             averages = self._local().optimizer.averages()
@@ -236,3 +265,28 @@ class ReplicaTrainer(Trainer):
         with scope if weights == "ema" else contextlib.nullcontext():
             sums = forward(self.model, batch, tf.constant(0, tf.int64), training=False)
         return self._gather(tf.stack(sums[1:], axis=1))  # (global batch, 3)
+            return forward(self.model, batch, tf.constant(0, tf.int64), training=False)
+
+    def _decode_graph(
+        self, cache: TokenHistory, *arguments: tf.Tensor
+    ) -> tuple[tf.Tensor, TokenHistory]:
+        cache = extend(cache, *arguments)
+        num_rows, max_length = cache.tokens.shape
+        context = Context(
+            step=tf.constant(0, tf.int64),
+            sample_index=tf.range(num_rows, dtype=tf.int64),
+            position=tf.range(max_length),
+            document_ids=None,
+            training=False,
+        )
+        last = tf.maximum(cache.length - 1, 0)  # (B,)
+        logits = self._last_logits(cache.tokens, last, context)  # (B, V)
+        known = tf.range(logits.shape[-1]) < self._vocab_size
+        logits = tf.where(known, tf.cast(logits, tf.float32), -np.inf)
+        return logits, cache
+
+    def _last_logits(self, tokens: tf.Tensor, last: tf.Tensor, context: Context) -> tf.Tensor:
+        """Returns logits (B, V) at one position (B,) of each row of tokens (B, L)."""
+        hidden = self.model.hidden_state(tokens, context)  # (B, L, D)
+        hidden = tf.gather(hidden, last, batch_dims=1)  # (B, D)
+        return self.model.logits(hidden[:, tf.newaxis])[:, 0]

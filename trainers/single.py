@@ -5,7 +5,7 @@ import numpy as np
 from tfbig.config import Config
 from trainers.devices import prepare_devices
 from trainers.replica import ReplicaTrainer
-from trainers.validate import check_data_parallel_only, check_one_device
+from trainers.validate import check_data_parallel_only, check_no_sharding, check_one_device
 
 
 class SingleTrainer(ReplicaTrainer):
@@ -13,6 +13,7 @@ class SingleTrainer(ReplicaTrainer):
 
     def __init__(self, config: Config) -> None:
         check_data_parallel_only(config)
+        check_no_sharding(config)
         check_one_device(config)
         self.config = config
         prepare_devices(config.parallel)

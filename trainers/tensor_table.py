@@ -19,6 +19,7 @@ class Shard(NamedTuple):
     valid_shape: tuple[int, ...]  # of the part of the rank's variable that is no padding
     is_sharded: bool  # the ranks of the tensor group hold different parts
     is_counted: bool  # this rank counts it in sums over the whole model, once for all replicas
+    is_counted_in_replica: bool  # this rank counts it in sums over its replica of the model
     is_copy: bool  # the last stage's copy of a tied token embedding
 
 
@@ -75,6 +76,7 @@ def _shard(spec: VariableSpec, places: Mapping[str, int], sizes: Mapping[str, in
         start[dim], valid[dim] = valid_part_of(spec.shape[dim], parts, index)
         local[dim] = part_of(spec.shape[dim], parts, index)[1]
     is_copy = spec.path == TOKEN_TABLE and places["pipeline"] > 0
+    is_counted = (is_sharded or index == 0) and not is_copy
     return Shard(
         path=spec.path,
         global_shape=spec.shape,
@@ -82,6 +84,7 @@ def _shard(spec: VariableSpec, places: Mapping[str, int], sizes: Mapping[str, in
         start=tuple(start),
         valid_shape=tuple(valid),
         is_sharded=is_sharded,
-        is_counted=places["data"] == 0 and (is_sharded or index == 0) and not is_copy,
+        is_counted=places["data"] == 0 and is_counted,
+        is_counted_in_replica=is_counted,
         is_copy=is_copy,
     )

@@ -40,7 +40,7 @@ def check_data_parallel_only(config: Config) -> None:
     """Checks that a strategy which holds whole models isn't asked to cut one.
 
     Raises:
-      UserError: a pipeline or tensor degree above 1.
+      UserError: a pipeline or tensor degree above 1, or what one compiled function cannot do.
     """
     parallel = config.parallel
     for name in ("pipeline_parallel_degree", "tensor_parallel_degree"):
@@ -50,6 +50,27 @@ def check_data_parallel_only(config: Config) -> None:
                 f"--strategy={parallel.strategy} is data parallel only, but --{name}={degree}: "
                 "use --strategy=pipeline, which runs any mesh."
             )
+    mode = parallel.activation_checkpointing
+    if parallel.jit_compile and mode != "none" and parallel.sharding_level < 2:
+        raise UserError(
+            f"--jit_compile undoes --activation_checkpointing={mode} under --strategy="
+            f"{parallel.strategy}: XLA merges the second forward pass with the first. Take"
+            " --strategy=pipeline, which compiles them apart, or leave one of them out."
+        )
+
+
+def check_no_sharding(config: Config) -> None:
+    """Checks that a strategy whose replicas share no state isn't asked to.
+
+    Raises:
+      UserError: a flag of ZeRO.
+    """
+    parallel = config.parallel
+    if parallel.sharding_level:
+        raise UserError(
+            f"--strategy={parallel.strategy} keeps a copy of the optimizer's state on each device:"
+            " --shard_optimizer_state needs --strategy=horovod or pipeline."
+        )
 
 
 def check_one_device(config: Config) -> None:
@@ -74,6 +95,11 @@ def check_mesh_fits(config: Config) -> None:
     """
     _check_pipeline(config)
     _check_tensor(config)
+    if config.parallel.sharding_level > 1:
+        raise UserError(
+            "--strategy=pipeline shares the optimizer's state among data ranks, not their gradients"
+            " or weights: take --shard_optimizer_state here, or --strategy=horovod."
+        )
 
 
 def _check_pipeline(config: Config) -> None:

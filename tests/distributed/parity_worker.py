@@ -2,8 +2,9 @@
 
 usage: parity_worker.py OUTPUT CASES_JSON
 
-A case is {"name", "fields" (of Config), "model" (of ModelConfig), "steps", "break", "brief"};
-"break" names a fault that is put in on purpose, "brief" leaves evaluation and decoding out.
+A case is {"name", "fields" (of Config), "model" (of ModelConfig), "steps", "break", "brief",
+"resume"}; "break" names a fault that is put in on purpose, "brief" leaves evaluation and decoding
+out, "resume" are fields of a second trainer that goes on from what the first one saved.
 """
 
 import dataclasses
@@ -72,6 +73,13 @@ def break_on_purpose(trainer, fault: str) -> None:
         )
     elif fault == "overflow_on_last_replica":
         overflow_on_last_replica(trainer)
+    elif fault == "missing_scatter_sum":  # each rank takes its slice of its own gradients
+        group = trainer._optimizer._group
+
+        def own_slice(flat, name, clock=None):
+            return tf.split(flat, group.size)[group.rank]
+
+        group.reduce_scatter = own_slice
     elif fault == "same_rows":  # every replica of a process takes the first one's
         trainer._part = lambda batch: microbatch(batch, 0, trainer.num_local)
     elif fault == "mean_of_means":
@@ -126,7 +134,7 @@ def break_pipeline(trainer, fault: str) -> None:
         trainer._update._groups = groups._replace(tied=None)
     elif fault == "missing_data_allreduce":
         alone = Group("data", [trainer.rank], None, trainer.rank)
-        trainer._update._groups = groups._replace(data=alone)
+        trainer._optimizer._group = alone
     elif fault == "swapped_shard":
         for path, shard in trainer._shards.items():
             if path.endswith("att/out/kernel"):
@@ -183,10 +191,54 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
         saw["averaged_evaluation"] = np.stack(averaged)
     saw["ranks"] = np.array(trainer.agree(10**trainer.rank, "sum"))
     trainer.barrier(60)
+    if "resume" in case:
+        saw["went_on"] = go_on(trainer, len(losses))
+        trainer = resumed_trainer(trainer, case, state, output)
+        saw["resumed"] = go_on(trainer, len(losses))
     if trainer.rank == 0:
         print(case["name"], dataclasses.asdict(config.parallel)["strategy"], losses, flush=True)
     trainer.close()
     return saw if trainer.rank == 0 else {}
+
+
+class SavedState:
+    """What `load_state` needs of a checkpoint, of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._values = dict(np.load(path))
+
+    def has(self, path: str) -> bool:
+        return path in self._values
+
+    def read(self, path: str, start=None, shape=None) -> np.ndarray:
+        value = self._values[path]
+        if start is None:
+            return value
+        return value[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+
+
+def go_on(trainer, first: int) -> np.ndarray:
+    """Returns the losses of three more steps."""
+    rate, signal = trainer.config.optimizer.learning_rate, 0
+    results = [
+        trainer.train_step(local_batch(trainer, step), step, rate, 0.0, signal)
+        for step in range(first, first + 3)
+    ]
+    return np.array([float(result.loss_sum / result.num_tokens) for result in results])
+
+
+def resumed_trainer(trainer, case: dict, state: dict[str, np.ndarray], output: Path):
+    """Returns a second trainer, in place of the first, that holds the state rank 0 gathered."""
+    path = output / f"{case['name']}_state.npz"
+    if trainer.rank == 0:
+        np.savez(path, **state)
+    trainer.barrier(60)
+    trainer.close()
+    config = make_config(case | {"fields": case["fields"] | case["resume"]})
+    trainer = trainers.trainer_class(config.parallel.strategy)(config)
+    trainer.build(num_sources=NUM_SOURCES)
+    assert trainer.load_state(SavedState(path)) == []
+    return trainer
 
 
 def gather(trainer, folder: Path, slices: Iterable[Slice]) -> dict[str, np.ndarray]:

@@ -98,6 +98,7 @@ class GPT(keras.Model):
       chunked_head: makes the head's gradient with its loss, so that no logits are kept: for
         where one backward pass follows each forward pass and each is of many tokens.
       activation_checkpointing: what backward makes again, "none", "block", "group_N", "attention".
+      offload_horizon: has the inputs of checkpointed blocks wait in host memory, see HostStore.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class GPT(keras.Model):
         attention: str = "auto",
         chunked_head: bool = True,
         activation_checkpointing: str = "none",
+        offload_horizon: int | None = None,
         name: str = "gpt",
     ) -> None:
         policy = keras.dtype_policies.get(POLICIES[precision])
@@ -120,7 +122,8 @@ class GPT(keras.Model):
         self.block_range = block_range or (0, config.num_layers)
         first, stop = self.block_range
         self.has_embedding, self.has_head = first == 0, stop == config.num_layers
-        self._chunked_head, self._checkpointing = chunked_head, activation_checkpointing
+        self._chunked_head, self._offload_horizon = chunked_head, offload_horizon
+        self._checkpointing = activation_checkpointing
         self._blockwise = choose_blockwise(
             attention, config.attention_dropout, split.part(config.num_heads)[0]
         )
@@ -308,7 +311,8 @@ class GPT(keras.Model):
 
     def run_blocks(self, hidden: tf.Tensor, context: Context) -> tf.Tensor:
         """Returns the last block's output (B, T, D) of the first one's input."""
-        return run_blocks(self.transformer_blocks, hidden, context, self._checkpointing)
+        how = self._checkpointing, self._offload_horizon
+        return run_blocks(self.transformer_blocks, hidden, context, *how)
 
     def call(self, tokens: tf.Tensor, training: bool = False, context: Context | None = None):
         """Returns the logits (B, T, V) of tokens (B, T)."""
@@ -371,10 +375,8 @@ class MyModel(GPT):
     ) -> Sequence[tf.Tensor]:
         """Returns [logits (B, T, V), embeddings (B, T, D)]."""
         context = context or self._own_context(tokens, training)
-        embeddings = hidden = self.embed(tokens, context)
-        for block in self.transformer_blocks:
-            hidden = block(hidden, context=context)
-        return [self.logits(hidden), embeddings]
+        embeddings = self.embed(tokens, context)
+        return [self.logits(self.run_blocks(embeddings, context)), embeddings]
 
 
 def init_train_settings(

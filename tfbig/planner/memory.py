@@ -179,6 +179,8 @@ def predict_memory(
     recompute = options.activation_checkpointing
     partition = partition or choose_partition(config, rows, recompute)
     model = Accounting(config, data_size, rows, options, overhead or Overhead())
+    partition = partition or choose_partition(config, rows, recompute, data_size)
+    model = _Accounting(config, data_size, rows, options, overhead or Overhead())
     return [model.rank(place, partition) for place in range(parallel.pipeline_parallel_degree)]
 
 

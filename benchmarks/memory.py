@@ -1,0 +1,200 @@
+"""Bytes a parameter and a token under each memory option, as slopes over two models.
+
+usage: python benchmarks/memory.py [--quick]
+
+Two ranks train a narrow and a deep model under each option; the difference of their peaks over the
+difference of their parameters is what a parameter takes. Peaks are Linux's VmHWM with glibc told to
+hand every larger block back at once, so that they are of what is held, not of what was.
+"""
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RANKS, BAR = 2, 0.10
+LIMIT = 4 << 30
+HANDS_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+class Option(NamedTuple):
+    """What is measured, and the bytes a parameter that docs/memory.md says it takes."""
+
+    fields: dict
+    resting: float  # between steps
+    peak: float  # in a step
+
+
+HOROVOD = {"strategy": "horovod", "gradient_reduction": "buckets"}
+SHARED = {"strategy": "horovod"}
+OPTIONS = {
+    "none": Option(HOROVOD, 12, 16),
+    "ZeRO-1": Option({**SHARED, "shard_optimizer_state": True}, 4 + 8 / RANKS, 8 + 8 / RANKS),
+    "ZeRO-2": Option({**SHARED, "shard_gradients": True}, 4 + 8 / RANKS, 4 + 12 / RANKS),
+    "ZeRO-3": Option({**SHARED, "shard_parameters": True}, 12 / RANKS, 16 / RANKS),
+    "ZeRO-1, bfloat16": Option(
+        {**SHARED, "shard_optimizer_state": True, "precision": "bfloat16"},
+        2 + 12 / RANKS,
+        2 + 4 + 12 / RANKS,
+    ),
+}
+
+
+def reset_peak() -> None:
+    """Sets the process's peak to what it holds now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status_bytes(field: str) -> int:
+    """Returns VmHWM or VmRSS of this process."""
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) * 1024
+
+
+def measure(cases: list[dict]) -> None:
+    """Trains each case for some steps; rank 0 prints what it held, as JSON."""
+    import trainers
+    from tfbig.config import Config, count_parameters, replace_fields
+
+    for case in cases:
+        config = replace_fields(Config(), case["fields"])
+        gc.collect()
+        before = status_bytes("VmRSS")
+        trainer = trainers.trainer_class(config.parallel.strategy)(config)
+        trainer.build()
+        batch = make_batch(config, config.run.global_batch // trainer.data_size)
+        trainer.train_step(batch, 0, 1e-3, 0.0, 0).loss_sum.numpy()  # traces
+        resting = status_bytes("VmRSS")
+        reset_peak()
+        for step in range(1, 3):
+            trainer.train_step(batch, step, 1e-3, 0.0, 0).loss_sum.numpy()
+        saw = {
+            "name": case["name"],
+            "parameters": count_parameters(config.model),
+            "layers": config.model.num_layers,
+            "before": before,
+            "resting": resting,
+            "peak": status_bytes("VmHWM"),
+        }
+        trainer.barrier(600)
+        if trainer.rank == 0:
+            print("result " + json.dumps(saw), flush=True)
+        trainer.close()
+        del trainer, batch
+
+
+def make_batch(config, rows: int) -> dict:
+    """Returns a batch of random tokens."""
+    import numpy as np
+    import tensorflow as tf
+
+    length, vocab_size = config.data.sequence_length, config.model.vocab_size
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, length + 1), np.int32)
+    return {
+        "tokens": tf.constant(tokens),
+        "sample_index": tf.range(rows, dtype=tf.int64),
+        "source_index": tf.zeros([rows], tf.int32),
+        "loss_mask": tf.ones([rows, length], tf.uint8),
+    }
+
+
+def state_cases(quick: bool) -> list[dict]:
+    """Returns the cases whose parameters count: short samples, two depths."""
+    width, depths = (256, (2, 8)) if quick else (512, (2, 8))
+    shape = {"embed_dim": width, "num_heads": 4, "vocab_size": 64, "max_length": 8}
+    run = {"sequence_length": 8, "global_batch": RANKS, "bucket_megabytes": 4, "num_threads": 1}
+    return [
+        {"name": name, "fields": {**shape, **run, **option.fields, "num_layers": layers}}
+        for name, option in OPTIONS.items()
+        for layers in depths
+    ]
+
+
+def activation_cases(quick: bool) -> list[dict]:
+    """Returns the cases whose activations count: long samples, narrow, two depths."""
+    length, rows = (128, 4) if quick else (256, 8)
+    shape = {"embed_dim": 128, "num_heads": 4, "vocab_size": 64, "max_length": length}
+    run = {"sequence_length": length, "global_batch": rows, "num_threads": 1}
+    run |= {"strategy": "single", "attention": "plain"}
+    return [
+        {
+            "name": mode,
+            "fields": {**shape, **run, "activation_checkpointing": mode, "num_layers": layers},
+        }
+        for mode in ("none", "attention", "block")
+        for layers in (4, 12)
+    ]
+
+
+def launch(num_processes: int, part: str, quick: bool) -> list[dict]:
+    """Returns the results that rank 0 of a launch prints."""
+    command = [sys.executable, __file__, "--worker", part, *(["--quick"] if quick else [])]
+    if num_processes > 1:
+        horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+        command = [horovodrun, "-np", str(num_processes), *command]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"} | HANDS_BACK
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, env=environment)
+    lines = [line for line in done.stdout.splitlines() if "result {" in line]
+    if done.returncode or not lines:
+        sys.exit(f"the benchmark's processes failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return [json.loads(line[line.index("{") :]) for line in lines]
+
+
+def pairs(results: list[dict]) -> dict[str, tuple[dict, dict]]:
+    """Returns each case's small and large model."""
+    by_name: dict[str, list[dict]] = {}
+    for result in results:
+        by_name.setdefault(result["name"], []).append(result)
+    return {name: (small, large) for name, (small, large) in by_name.items()}
+
+
+def slope(small: dict, large: dict, field: str, over: str) -> float:
+    """Returns the growth of a measure for each unit of another."""
+    return (large[field] - small[field]) / (large[over] - small[over])
+
+
+def report_state(results: list[dict]) -> None:
+    """Prints bytes a parameter, each against its formula, and what fits 4 GiB a rank."""
+    for name, (small, large) in pairs(results).items():
+        option = OPTIONS[name]
+        for field, formula in (("resting", option.resting), ("peak", option.peak)):
+            found = slope(small, large, field, "parameters")
+            met = "yes" if abs(found / formula - 1) <= BAR else "no"
+            print(
+                f"{name}, {RANKS} ranks: bytes a parameter, {field}; formula {formula:g} |"
+                f" within {BAR:.0%} | {found:.2f} | {met}"
+            )
+        each = slope(small, large, "peak", "parameters")
+        fits = small["parameters"] + (LIMIT - small["peak"]) / each
+        print(f"{name}: the largest model in 4 GiB a rank, by that line: {fits / 1e6:,.0f} M")
+
+
+def report_activations(results: list[dict]) -> None:
+    """Prints what a layer's activations take."""
+    for name, (small, large) in pairs(results).items():
+        value = slope(small, large, "peak", "layers")
+        print(f"activations, {name}: {value / 1e6:.2f} MB a layer beyond 16 bytes a parameter")
+
+
+def main() -> None:
+    """Runs both parts and prints one line a bar."""
+    quick = "--quick" in sys.argv
+    cases = {"state": state_cases(quick), "activations": activation_cases(quick)}
+    if "--worker" in sys.argv:
+        from tfbig.command import quiet_tensorflow
+
+        quiet_tensorflow()
+        measure(cases[sys.argv[sys.argv.index("--worker") + 1]])
+        return
+    report_state(launch(RANKS, "state", quick))
+    report_activations(launch(1, "activations", quick))
+
+
+if __name__ == "__main__":
+    main()

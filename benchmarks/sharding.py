@@ -1,0 +1,112 @@
+"""What sharding and recomputation cost: step times beside those without, turn and turn about.
+
+usage: python benchmarks/sharding.py [--quick]
+
+Two ranks make steps of each trainer in turn, in the same processes, so that whatever else the
+machine does falls on all of them.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RANKS = 2
+# name: (fields beside --strategy=horovod, the time of what, bar)
+CASES = {
+    "ZeRO-1": ({"shard_optimizer_state": True}, "plain", 1.1),
+    "ZeRO-1, slots on the host": (
+        {"shard_optimizer_state": True, "offload_optimizer_state": True},
+        "plain",
+        None,
+    ),
+    "ZeRO-2": ({"shard_gradients": True}, "plain", None),
+    "ZeRO-3": ({"shard_parameters": True}, "plain", None),
+    "block recomputation": ({"activation_checkpointing": "block"}, "plain", 1.25),
+    "attention recomputation": ({"activation_checkpointing": "attention"}, "plain", None),
+    "offloaded activations": (
+        {"activation_checkpointing": "block", "offload_activations": True},
+        "block recomputation",
+        None,
+    ),
+}
+
+
+def worker(quick: bool) -> None:
+    """Times every case in one process of the launch; rank 0 prints medians as JSON."""
+    from tfbig.command import quiet_tensorflow
+
+    quiet_tensorflow()
+    import numpy as np
+    import tensorflow as tf
+
+    from tfbig.train import config_from
+    from trainers.data_parallel import horovod_trainer
+
+    shape = {"embed_dim": 64, "num_layers": 2} if quick else {"embed_dim": 256, "num_layers": 6}
+    length, rows, rounds = (32, 4, 3) if quick else (128, 8, 9)
+    tokens = np.random.default_rng(0).integers(0, 4096, (rows, length + 1), np.int32)
+    batch = {
+        "tokens": tf.constant(tokens),
+        "sample_index": tf.range(rows, dtype=tf.int64),
+        "source_index": tf.zeros([rows], tf.int32),
+        "loss_mask": tf.ones([rows, length], tf.uint8),
+    }
+    base = {"strategy": "horovod", "num_heads": 4, "max_length": length, **shape}
+    base |= {"attention": "plain", "num_threads": 1}
+    made = {"plain": horovod_trainer(config_from(base))}
+    for name, (fields, _, _) in CASES.items():
+        made[name] = horovod_trainer(config_from({**base, **fields}))
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    for trainer in made.values():
+        trainer.build()
+    first = made["plain"]
+    for step in range(rounds + 2):
+        for name, trainer in made.items():
+            first.barrier(600)
+            start = time.perf_counter()
+            trainer.train_step(batch, step, 1e-3, 0.0, 0).loss_sum.numpy()
+            if step >= 2:  # the first ones trace
+                seconds[name].append(time.perf_counter() - start)
+    if first.rank == 0:
+        # The fastest step: what other processes of the machine take only adds.
+        result = {name: (min(own), statistics.median(own)) for name, own in seconds.items()}
+        print("result " + json.dumps(result), flush=True)
+    first.barrier(600)
+    first.close()
+
+
+def main() -> None:
+    """Starts the processes and prints one line a bar."""
+    quick = "--quick" in sys.argv
+    if "--worker" in sys.argv:
+        worker(quick)
+        return
+    command = [
+        str(Path(sys.executable).with_name("horovodrun")),
+        *("-np", str(RANKS), sys.executable, __file__, "--worker"),
+        *(["--quick"] if quick else []),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, env=environment)
+    lines = [line for line in done.stdout.splitlines() if "result {" in line]
+    if done.returncode or not lines:
+        sys.exit(f"the benchmark's processes failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    times = json.loads(lines[0][lines[0].index("{") :])
+    for name, (fastest, median) in times.items():
+        print(f"{name}: fastest step {fastest * 1e3:.1f} ms, median {median * 1e3:.1f} ms")
+    for name, (_, other, bar) in CASES.items():
+        ratio = times[name][0] / times[other][0]
+        if bar is None:
+            print(f"{name} / {other}, fastest step: {ratio:.2f}")
+        else:
+            met = "yes" if ratio <= bar else "no"
+            print(f"{name} / {other}, fastest step | at most {bar} | {ratio:.2f} | {met}")
+
+
+if __name__ == "__main__":
+    main()

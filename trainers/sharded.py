@@ -1,0 +1,117 @@
+"""Data parallelism whose ranks share what each of them would hold a copy of (ZeRO)."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfbig.checkpoint_format import Slice
+from tfbig.config import Config
+from tfbig.errors import UserError
+from tfbig.loss_scale import LossScale
+from tfbig.model.gpt import GPT
+from tfbig.model.initialization import initial_value
+from tfbig.optimizer import Decision
+from tfbig.variables import variable_specs
+from trainers.base import Batch, StateReader
+from trainers.bucket_plan import plan_buckets
+from trainers.clock import Clock
+from trainers.flat_buckets import FlatBucket, flat_buckets, model_sizes
+from trainers.gradients import BatchSums
+from trainers.horovod import FLOAT32_BYTES, HorovodTrainer
+from trainers.replica import Local, ReplicaTrainer
+from trainers.sharded_optimizer import Parts, ShardedOptimizer
+from trainers.tensor_table import shard_table
+from trainers.unallocated import unallocated
+
+
+class ShardedTrainer(HorovodTrainer):
+    """Trains a replica in each process; optimizer state is shared among all of them."""
+
+    def __init__(self, config: Config) -> None:
+        if config.parallel.gradient_reduction == "tape":
+            raise UserError(
+                "--gradient_reduction=tape gives every rank all gradients, where"
+                " --shard_optimizer_state gives each its own part: leave it out."
+            )
+        super().__init__(config)
+
+    def _make_model(self, initial_values: bool = True) -> GPT:
+        """Returns the model; in 16 bits, with its kernels and biases kept as they are used.
+
+        Their exact values are with the optimizer, a part on each rank.
+        """
+        if self.config.parallel.precision == "float32":
+            return super()._make_model(initial_values)
+        make = functools.partial(super()._make_model, initial_values=False)
+        model = unallocated(make)
+        dtypes = {path: model.weight_dtype(path) for path in model.canonical_variables()}
+        for path, variable in model.canonical_variables().items():
+            value = tf.cast(self._initial_value(path), dtypes[path])
+            variable._initialize(tf.Variable(value, name=variable.name))
+        return model
+
+    def _initial_value(self, path: str) -> tf.Tensor:
+        config = self.config
+        shapes = {spec.path: spec.shape for spec in variable_specs(config.model)}
+        return initial_value(config.model, config.run.seed, path, shapes[path])
+
+    def _make_local(self, variables: dict[str, tf.Variable], training: bool) -> Local:
+        model = self.config.model
+        paths = [spec.path for spec in variable_specs(model)]
+        places = {"data": self.rank, "pipeline": 0, "tensor": 0}
+        sizes = {"data": self.size, "pipeline": 1, "tensor": 1}
+        optimizer = ShardedOptimizer(
+            self.config,
+            variables or None,
+            shard_table(model, paths, places, sizes),
+            self._flat_buckets(),
+            self._data,
+            training,
+        )
+        return Local(variables, optimizer, LossScale(self.config))
+
+    def _flat_buckets(self) -> list[FlatBucket]:
+        sizes = model_sizes(self.config.model)
+        max_elements = (self.config.parallel.bucket_megabytes << 20) // FLOAT32_BYTES
+        return flat_buckets(sizes, plan_buckets(sizes, max_elements), self.size)
+
+    def build(self, training: bool = True, num_sources: int = 1, vocab_size: int = 0) -> None:
+        super().build(training, num_sources, vocab_size)
+        self._optimizer: ShardedOptimizer = self._locals[0].optimizer
+        self._optimizer.begin(self._initial_value)
+
+    def _gradients(self, batch: Batch, step: tf.Tensor, clock: Clock) -> tuple[Any, BatchSums]:
+        gradients, sums = ReplicaTrainer._gradients(self, batch, step, clock)
+        return self._locals[0].optimizer.reduce(gradients, clock), sums
+
+    def _sums_and_squares(
+        self, vector: tf.Tensor, gradients: Parts, clock: Clock
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        squares = tf.cast(self._optimizer.squares_by_layer(gradients), tf.float64)  # (layers,)
+        summed = self._sum(tf.concat([squares, vector], 0), clock)
+        num_layers = squares.shape[0]
+        return summed[num_layers:], tf.cast(summed[:num_layers], tf.float32)
+
+    def _apply(
+        self, gradients: Parts, learning_rate: tf.Tensor, decision: Decision, clock: Clock
+    ) -> None:
+        self._optimizer.apply(gradients, learning_rate, decision, clock)
+
+    def _slices_of(self, gradients: Parts) -> list[Slice]:
+        return list(self._optimizer.slices_of(gradients))
+
+    def state_slices(self) -> Iterator[Slice]:
+        weights = self._variables if self._optimizer.holds_weights else {}
+        for part in super().state_slices():
+            if part.path not in weights:
+                yield part
+        yield from self._optimizer.slices()
+
+    def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:
+        missing = super().load_state(reader, weights_only)
+        missing += self._optimizer.load(reader, weights_only)
+        if weights_only:
+            self._optimizer.restart_averages()
+        return missing

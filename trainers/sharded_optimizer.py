@@ -1,0 +1,244 @@
+"""Optimizer state that the ranks of a data group share: each updates its slices (ZeRO-1).
+
+Gradients are reduce-scattered, a rank's slice is updated, and the new weights are all-gathered:
+as many bytes as an all-reduce of the gradients takes. Source: Rajbhandari et al., ZeRO
+(arXiv 1910.02054, sections 5.1 and 7).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import tensorflow as tf
+
+from tfbig.checkpoint_format import Slice
+from tfbig.config import Config
+from tfbig.flat_optimizer import FlatOptimizer
+from tfbig.optimizer import Decision, squared_norms_by_layer
+from trainers.base import StateReader
+from trainers.clock import Clock
+from trainers.collectives import Group
+from trainers.flat_buckets import FlatBucket
+from trainers.flat_state import FlatState
+from trainers.tensor_table import Shard
+
+Parts = list[tf.Tensor]  # (part_size,) float32 of each bucket
+
+
+class ShardedOptimizer:
+    """The update of one rank's parts of flat buckets.
+
+    Where a weight is kept in a narrower dtype than float32, its exact value is kept here, in the
+    part that this rank updates, and nowhere else.
+
+    Args:
+      config: of the run.
+      variables: this rank's weights, all of them, by path; None where it has only its parts.
+      shards: what they are of the model's variables.
+      buckets: that they lie in.
+      group: the data group.
+      training: whether there are slots.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        variables: Mapping[str, tf.Variable] | None,
+        shards: Mapping[str, Shard],
+        buckets: Sequence[FlatBucket],
+        group: Group,
+        training: bool = True,
+    ) -> None:
+        self._num_layers = config.model.num_layers
+        self._variables, self._shards = dict(variables or {}), shards
+        self.buckets, self._group = list(buckets), group
+        self._rule = FlatOptimizer(
+            config.optimizer,
+            [bucket.part_size for bucket in buckets],
+            [bucket.decayed_in(group.rank) for bucket in buckets],
+            training,
+            config.parallel.offload_optimizer_state,
+        )
+        self._exact: list[tf.Variable] = []
+        is_narrow = any(variable.dtype != tf.float32 for variable in self._variables.values())
+        if variables is None or (is_narrow and training):
+            with self._rule.device():
+                self._exact = [
+                    tf.Variable(tf.zeros([bucket.part_size]), trainable=False, name="exact")
+                    for bucket in buckets
+                ]
+        self._state = FlatState(buckets, group.rank, shards)
+        self._gathered_averages = tf.function(self._gather_averages, autograph=False)
+
+    def state(self) -> dict[str, tf.Variable]:
+        """Returns what every rank holds, by checkpoint path."""
+        return {"optimizer/iterations": self._rule.iterations}
+
+    def begin(self, value_of: Callable[[str], tf.Tensor]) -> None:
+        """Takes exact weights and averages from float32 values by path: the initial ones."""
+        for index, bucket in enumerate(self.buckets):
+            parts = self._exact[index : index + 1]
+            parts += self._rule.slots.get("ema/", [])[index : index + 1]
+            if parts:
+                value = self._own(bucket, value_of)
+                for part in parts:
+                    part.assign(value)
+
+    def restart_averages(self) -> None:
+        """Sets the averages to the weights, which were just replaced."""
+        if "ema/" in self._rule.slots:
+            for index, average in enumerate(self._rule.slots["ema/"]):
+                average.assign(self._weights(index))
+
+    def averages(self) -> dict[str, tf.Tensor]:
+        """Returns the moving average of each weight, gathered from all ranks, by path."""
+        inside = tf.inside_function()  # where collectives stand in no function of their own
+        return self._gather_averages() if inside else self._gathered_averages()
+
+    def _gather_averages(self) -> dict[str, tf.Tensor]:
+        return {
+            path: value
+            for index, part in enumerate(self._rule.slots.get("ema/", []))
+            for path, value in self._gathered(
+                index, part.read_value(), f"average_{index}", None
+            ).items()
+        }
+
+    def reduce(self, gradients: Mapping[str, tf.Tensor], clock: Clock | None = None) -> Parts:
+        """Returns this rank's parts of the gradients' sums over the group."""
+        return [
+            self.reduce_bucket(index, gradients, f"scatter_{index}", clock)
+            for index in range(len(self.buckets))
+        ]
+
+    def reduce_bucket(
+        self, index: int, gradients: Mapping[str, tf.Tensor], name: str, clock: Clock | None
+    ) -> tf.Tensor:
+        """Returns this rank's part (part_size,) of a bucket's summed gradients.
+
+        Args:
+          index: of the bucket.
+          gradients: by path; those of other buckets are not looked at.
+          name: of the collective.
+          clock: notes the time in flight.
+        """
+        bucket = self.buckets[index]
+        flat = joined(bucket, [gradients[path] for path in bucket.paths])
+        part = self._group.reduce_scatter(flat, name, clock=clock)
+        return tf.ensure_shape(part, [bucket.part_size])
+
+    def gather_bucket(
+        self,
+        index: int,
+        name: str,
+        after: Sequence[tf.Tensor],
+        clock: Clock | None = None,
+        prefix: str = "",
+    ) -> dict[str, tf.Tensor]:
+        """Returns a bucket's whole weights, float32, by path.
+
+        Args:
+          index: of the bucket.
+          name: of the collective.
+          after: what must be there before the gathering begins.
+          clock: notes the time in flight.
+          prefix: "ema/" gives the averages instead.
+        """
+        parts = self._rule.slots[prefix] if prefix else self._exact
+        with tf.control_dependencies(list(after)):
+            part = tf.identity(parts[index].read_value())
+        return self._gathered(index, part, name, clock)
+
+    def squares_by_layer(self, gradients: Parts) -> tf.Tensor:
+        """Returns this rank's share (layers,) of the sums of squares over the whole model."""
+        counted = {
+            piece.path: part[piece.offset : piece.offset + piece.stop - piece.start]
+            for bucket, part in zip(self.buckets, gradients, strict=True)
+            for piece in bucket.pieces(self._group.rank)
+            if self._shards[piece.path].is_counted_in_replica
+        }
+        return squared_norms_by_layer(counted, self._num_layers)
+
+    def apply(
+        self,
+        gradients: Parts,
+        learning_rate: tf.Tensor,
+        decision: Decision,
+        clock: Clock | None = None,
+    ) -> None:
+        """Updates this rank's parts and gives every rank the new weights.
+
+        Args:
+          gradients: of `reduce`.
+          learning_rate: scalar float32.
+          decision: of `decide`, equal on all ranks.
+          clock: notes the time in flight.
+        """
+        for index in range(len(self.buckets)):
+            new = self._rule.updated(
+                index, self._weights(index), gradients[index], learning_rate, decision
+            )
+            if self._exact:
+                self._exact[index].assign(new)
+            if self._variables:
+                for path, value in self._gathered(index, new, f"gather_{index}", clock).items():
+                    self._variables[path].assign(tf.cast(value, self._variables[path].dtype))
+        self._rule.count(decision)
+
+    def slices(self) -> Iterator[Slice]:
+        """Yields this rank's rectangles of slots and averages, and of weights it alone has."""
+        for prefix, parts in self._rule.slots.items():
+            yield from self._state.slices(prefix, parts)
+        if self._exact:
+            yield from self._state.slices("", self._exact)
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether `slices` has the weights, so that the variables' own are left out."""
+        return bool(self._exact)
+
+    def slices_of(self, parts: Parts) -> Iterator[Slice]:
+        """Yields this rank's rectangles of tensors laid out as the buckets' parts."""
+        return self._state.slices("", parts)
+
+    def load(self, reader: StateReader, weights_only: bool) -> list[str]:
+        """Fills slots, averages and exact weights; returns the paths that the checkpoint lacks."""
+        missing = []
+        if not weights_only:
+            for prefix, parts in self._rule.slots.items():
+                missing += self._state.load(reader, prefix, parts)
+        if self._exact:
+            self._state.load(reader, "", self._exact)
+        return missing
+
+    def _weights(self, index: int) -> tf.Tensor:
+        """Returns this rank's part of a bucket's weights, float32."""
+        if self._exact:
+            return self._exact[index].read_value()
+        return self._own(self.buckets[index], lambda path: self._variables[path].read_value())
+
+    def _own(self, bucket: FlatBucket, value_of: Callable[[str], tf.Tensor]) -> tf.Tensor:
+        pieces = bucket.pieces(self._group.rank)
+        parts = [tf.reshape(value_of(p.path), [-1])[p.start : p.stop] for p in pieces]
+        missing = bucket.part_size - sum(piece.stop - piece.start for piece in pieces)
+        return tf.concat([*parts, tf.zeros([missing])], 0)  # (part_size,)
+
+    def _gathered(
+        self, index: int, part: tf.Tensor, name: str, clock: Clock | None
+    ) -> dict[str, tf.Tensor]:
+        """Returns a bucket's tensors, by path, of all ranks' parts."""
+        bucket = self.buckets[index]
+        flat = self._group.all_gather(part, name, clock)
+        return {
+            path: tf.reshape(value, self._shards[path].local_shape)
+            for path, value in zip(bucket.paths, split(bucket, flat), strict=True)
+        }
+
+
+def joined(bucket: FlatBucket, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns a bucket's tensors end to end in float32, padded."""
+    flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
+    return tf.concat([*flat, tf.zeros([bucket.padding])], 0)  # (num_parts * part_size,)
+
+
+def split(bucket: FlatBucket, flat: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the flat values of a bucket's variables."""
+    return tf.split(flat, [*bucket.sizes, bucket.padding])[:-1]
