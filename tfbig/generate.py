@@ -6,7 +6,7 @@ from typing import Any
 
 from tfbig.command import launched_rank, run_command
 from tfbig.command_config import GenerateConfig
-from tfbig.config import Config, ParallelConfig, section_values
+from tfbig.config import Config, section_values
 from tfbig.errors import UserError
 from tfbig.flags import Flags
 from tfbig.parallel_config import ParallelConfig

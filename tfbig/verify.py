@@ -110,7 +110,7 @@ def clipped(config: Config) -> Config:
     return replace_fields(config, {"clip_norm": 0.05})
 
 
-def on_one_device(config: Config, precision: str) -> Config:
+def on_one_device(config: Config, precision: Any) -> Config:
     """Returns the configuration for `single`, whose memory the whole batch must fit."""
     parallel = ParallelConfig(
         precision=precision,

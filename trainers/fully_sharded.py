@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfbig.model.context import Context
@@ -17,6 +18,7 @@ from trainers.model_units import model_units, unit_buckets
 from trainers.sharded import ShardedTrainer
 from trainers.sharded_optimizer import Parts
 from trainers.sharded_step import ShardedStep
+from trainers.token_history import TokenHistory, empty_history, extend, new_tokens
 from trainers.unallocated import unallocated
 from trainers.unit_passes import UnitPasses
 
@@ -85,6 +87,10 @@ class GradientShardedTrainer(ShardedTrainer):
 class ParameterShardedTrainer(GradientShardedTrainer):
     """Holds a part of everything; a unit's weights are gathered before its use."""
 
+    def build(self, training: bool = True, num_sources: int = 1, vocab_size: int = 0) -> None:
+        super().build(training, num_sources, vocab_size)
+        self._decode = tf.function(self._decode_graph, autograph=False)
+
     def _make_model(self, initial_values: bool = True) -> GPT:
         make = functools.partial(super(ShardedTrainer, self)._make_model, initial_values=False)
         return unallocated(make)
@@ -116,6 +122,41 @@ class ParameterShardedTrainer(GradientShardedTrainer):
             entering = [] if hidden is None else [hidden]
             hidden = passes.run(own, hidden, step, batch, training=False)
         return hidden
+
+    # Weights are gathered for a pass and gone after it, which a cache of keys and values for one
+    # token a step would pay for anew each time: the history of tokens is the cache.
+
+    def new_cache(self, num_rows: int, max_length: int) -> Any:
+        return empty_history(num_rows, max_length)
+
+    def decode_step(
+        self,
+        tokens: np.ndarray,
+        num_valid: np.ndarray,
+        source_row: np.ndarray,
+        reset: np.ndarray,
+        cache: Any,
+    ) -> tuple[np.ndarray, Any]:
+        arguments = new_tokens(tokens, num_valid, source_row, reset)
+        logits, cache = self._decode(cache, *arguments)
+        return logits.numpy(), cache
+
+    def _decode_graph(
+        self, cache: TokenHistory, *arguments: tf.Tensor
+    ) -> tuple[tf.Tensor, TokenHistory]:
+        cache = extend(cache, *arguments)
+        num_rows, max_length = cache.tokens.shape
+        context = Context(
+            step=tf.constant(0, tf.int64),
+            sample_index=tf.range(num_rows, dtype=tf.int64),
+            position=tf.range(max_length),
+            document_ids=None,
+            training=False,
+        )
+        last = tf.maximum(cache.length - 1, 0)  # (B,)
+        logits = tf.cast(self._last_logits(cache.tokens, last, context), tf.float32)  # (B, V)
+        known = tf.range(logits.shape[-1]) < self._vocab_size
+        return tf.where(known, logits, -np.inf), cache
 
     def _last_logits(self, tokens: tf.Tensor, last: tf.Tensor, context: Context) -> tf.Tensor:
         entering: list[tf.Tensor] = []

@@ -26,7 +26,6 @@ from trainers.base import Batch, StateReader, StepResult, Trainer
 from trainers.clock import Clock, seconds_in_flight
 from trainers.decode_cache import DecodeCache
 from trainers.decoding import Decoder
-from trainers.gradients import BatchSums, Gradients, batch_gradients, forward
 from trainers.gradients import BatchSums, batch_gradients, forward
 from trainers.step_totals import pack, unpack
 
@@ -263,30 +262,4 @@ class ReplicaTrainer(Trainer):
             for path, variable in self.model.canonical_variables().items():
                 scope.add_update((variable, tf.convert_to_tensor(averages[path])))
         with scope if weights == "ema" else contextlib.nullcontext():
-            sums = forward(self.model, batch, tf.constant(0, tf.int64), training=False)
-        return self._gather(tf.stack(sums[1:], axis=1))  # (global batch, 3)
             return forward(self.model, batch, tf.constant(0, tf.int64), training=False)
-
-    def _decode_graph(
-        self, cache: TokenHistory, *arguments: tf.Tensor
-    ) -> tuple[tf.Tensor, TokenHistory]:
-        cache = extend(cache, *arguments)
-        num_rows, max_length = cache.tokens.shape
-        context = Context(
-            step=tf.constant(0, tf.int64),
-            sample_index=tf.range(num_rows, dtype=tf.int64),
-            position=tf.range(max_length),
-            document_ids=None,
-            training=False,
-        )
-        last = tf.maximum(cache.length - 1, 0)  # (B,)
-        logits = self._last_logits(cache.tokens, last, context)  # (B, V)
-        known = tf.range(logits.shape[-1]) < self._vocab_size
-        logits = tf.where(known, tf.cast(logits, tf.float32), -np.inf)
-        return logits, cache
-
-    def _last_logits(self, tokens: tf.Tensor, last: tf.Tensor, context: Context) -> tf.Tensor:
-        """Returns logits (B, V) at one position (B,) of each row of tokens (B, L)."""
-        hidden = self.model.hidden_state(tokens, context)  # (B, L, D)
-        hidden = tf.gather(hidden, last, batch_dims=1)  # (B, D)
-        return self.model.logits(hidden[:, tf.newaxis])[:, 0]

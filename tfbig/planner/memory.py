@@ -177,10 +177,8 @@ def predict_memory(
     parallel = config.parallel
     rows = max(1, config.run.global_batch // (data_size * parallel.microbatches))
     recompute = options.activation_checkpointing
-    partition = partition or choose_partition(config, rows, recompute)
-    model = Accounting(config, data_size, rows, options, overhead or Overhead())
     partition = partition or choose_partition(config, rows, recompute, data_size)
-    model = _Accounting(config, data_size, rows, options, overhead or Overhead())
+    model = Accounting(config, data_size, rows, options, overhead or Overhead())
     return [model.rank(place, partition) for place in range(parallel.pipeline_parallel_degree)]
 
 
