@@ -49,9 +49,10 @@ def whole_block_bytes(config: Config, rows: int, keeps_weights: bool = True) -> 
 
     Counted in the graph that TensorFlow makes of our block, dropout off. Outside the shared
     sublayers: 4 D for each position in float32 by the two layer norms. Inside: their outputs 2 D;
-    queries, keys, values and attention's output 5 A; F for each step of the activation; and of
-    attention, where it isn't blockwise, the weights H T in float32, and once more where they are
-    multiplied in a narrower dtype; blockwise attention keeps a float32 number a position and head.
+    queries, keys, values and attention's output 5 A; F for the activation's output and, but for
+    relu, its input; and of attention, where it isn't blockwise, the weights H T in float32, and
+    once more where they are multiplied in a narrower dtype; blockwise attention keeps a float32
+    number a position and head.
 
     Args:
       config: of the run.
@@ -65,8 +66,8 @@ def whole_block_bytes(config: Config, rows: int, keeps_weights: bool = True) -> 
     outside = 4.0 * model.embed_dim * 4
     if config.parallel.sequence_parallel:
         outside /= tensor
-    steps = {"gelu_tanh": 6, "gelu": 4, "relu": 1}[model.activation]
-    inside = 2 * model.embed_dim + (5 * attention + steps * model.hidden_dim) / tensor
+    wide = 1 if model.activation == "relu" else 2
+    inside = 2 * model.embed_dim + (5 * attention + wide * model.hidden_dim) / tensor
     weights = model.num_heads * 4.0
     if keeps_weights and not is_blockwise(config):
         weights = model.num_heads * length * (4 + (element if element < 4 else 0))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from tfbig.model.activation import gelu, gelu_tanh
 from tfbig.model.attention import causal_attention
 from tfbig.model.blockwise_attention import BlockwiseAttention
 from tfbig.model.context import Context
@@ -106,6 +107,9 @@ def leave_of(split: TensorSplit, name: str) -> Callable[[tf.Tensor], tf.Tensor] 
     return None if split.size == 1 else functools.partial(split.leave, name=name)
 
 
+ACTIVATIONS = {"relu": tf.nn.relu, "gelu": gelu, "gelu_tanh": gelu_tanh}
+
+
 class FeedForward(keras.layers.Layer):
     """Two projections with a nonlinearity between them.
 
@@ -138,10 +142,7 @@ class FeedForward(keras.layers.Layer):
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
         hidden = self.up(self.split.enter(x, self.path_name))  # (B, T, F)
-        if self.activation == "relu":
-            hidden = tf.nn.relu(hidden)
-        else:
-            hidden = tf.nn.gelu(hidden, approximate=self.activation == "gelu_tanh")
+        hidden = ACTIVATIONS[self.activation](hidden)
         return self.down(hidden, leave=leave_of(self.split, self.path_name))  # (B, T, D)
 
 
