@@ -5,6 +5,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from tfbig import presets, schedule
@@ -71,6 +72,7 @@ def _train(
     from tfbig.interop.initial_weights import check_tokenizer
     from tfbig.loop import Loop, Progress
     from tfbig.metrics import Throughput
+    from tfbig.planner.prediction_hook import PredictionHook
     from tfbig.profiler.profiling import measured
     from tfbig.run_state import StateKeeper, check_shared
     from tfbig.stop_signal import StopSignal
@@ -104,6 +106,8 @@ def _train(
         # The run's own copy: its readers need nothing else of the data folder.
         write_atomic(folder.tokenizer_path, data.tokenizer_path.read_bytes())
         hooks = main_rank_hooks(config, folder)
+        num_devices = max(trainer.size, trainer.num_replicas)
+        hooks.append(PredictionHook(config, num_devices, peak_source, Path(folder.path)))
         introduce(config, trainer, data, total_peak, peak_source, notes)
 
     # Steps.

@@ -160,7 +160,7 @@ def test_gpt3s_flops_are_the_printed_ones():
 
 def test_korthikantis_mfu_is_reproduced():
     """arXiv 2205.05198, table 5: model and hardware FLOPs utilisation of 22B to 1T."""
-    from tests.planner.published_runs import BOUND
+    from tests.planner.published_rows import BOUND
 
     printed = {"V12": (41.5, 43.7), "V13": (51.4, 52.8), "V14": (56.0, 57.0), "V15": (56.3, 57.0)}
     for run_ in BOUND:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,16 @@ def make_device(constants: Mapping[str, Any], name: str) -> Device:
     )
 
 
+def _here(constants: Mapping[str, Any], count: int) -> str:
+    """Returns the device that is this machine's share of `count` processes."""
+    threads = max(1, len(os.sched_getaffinity(0)) // count)
+    names = [name for name in constants["devices"] if name.startswith("here-")]
+    measured = sorted(int(name.partition("-")[2]) for name in names)
+    if not measured:
+        raise UserError("--cluster=here: this machine is not measured yet: `tfbig plan --measure`.")
+    return f"here-{max([n for n in measured if n <= threads] or measured[:1])}"
+
+
 # A device's own draw, whatever it computes: leakage and idle memory.
 _IDLE_SHARE = 0.15
 
@@ -201,6 +212,8 @@ def make_cluster(
             " device:devices, such as a100-80:1024."
         )
     count, instances = int(count_text), constants["instances"]
+    if name == "here":
+        name = _here(constants, count)
     known = [*instances, *constants["devices"]]
     if name in instances:
         row = instances[name]
@@ -217,6 +230,8 @@ def make_cluster(
         each = constants["prices"]["generic_dollars_per_device_hour"].get(name, 0.0)
         price, date = each * per_node, "2026-01"
         bandwidth = row["network_bandwidth_per_node"]
+        if name.startswith("here"):  # processes share the machine's memory
+            device = dataclasses.replace(device, memory_bytes=device.memory_bytes / count)
     else:
         raise UserError(
             f"--cluster={text}: {name!r} is not known.{near_matches(name, known)} Instances: "

@@ -1,6 +1,7 @@
 """From flag values to a request. TensorFlow-free."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,21 @@ from tfbig.planner.layout import Request, trains
 from tfbig.planner.memory import MemoryOptions
 from tfbig.planner.plan_config import PlanConfig, PlannedOptions
 from tfbig.planner.software import Software, software_called
+
+
+def constants_path() -> str:
+    """Returns where `tfbig plan --measure` and --check keep what they found on this machine.
+
+    TFBIG_CONSTANTS names another file.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.environ.get("TFBIG_CONSTANTS") or os.path.join(cache, "tfbig", "constants.json")
+
+
+def own_constants(path: str = "") -> dict[str, Any]:
+    """Returns the packaged constants with a user's over them: `path`, else the usual file's."""
+    usual = constants_path()
+    return load_constants(path or (usual if os.path.exists(usual) else ""))
 
 
 def run_sections() -> list[type]:
@@ -35,7 +51,7 @@ def request_of(values: Mapping[str, Any]) -> Request:
         presets.preset(values.get("preset", RunConfig.preset)),
         {name: value for name, value in values.items() if name in names},
     )
-    constants = load_constants(plan.constants)
+    constants = own_constants(plan.constants)
     if plan.kg_co2e_per_kwh:
         constants["carbon"]["kg_co2e_per_kwh"] = plan.kg_co2e_per_kwh
     software, cluster = software_called(plan.software), _cluster(plan, constants)

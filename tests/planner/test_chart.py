@@ -1,0 +1,44 @@
+"""The chart is one file that needs nothing else, and shows where the memory wall stands."""
+
+import pytest
+
+from tfbig.errors import UserError
+from tfbig.planner.chart import device_counts, scaling, write_chart
+from tfbig.planner.question import request_of
+
+VALUES = {
+    "preset": "gpt3_13b",
+    "cluster": "a100-80:32",
+    "global_batch": 256,
+    "precision": "bfloat16",
+    "software": "megatron-bf16",
+}
+
+
+def test_devices_double_up_to_16384():
+    counts = device_counts(request_of(VALUES))
+    assert counts[:5] == [1, 2, 4, 8, 16] and counts[-1] == 16_384
+
+
+def test_the_page_is_self_contained(tmp_path):
+    path = write_chart(request_of(VALUES), str(tmp_path / "chart.html"), most=32)
+    page = open(path).read()
+    assert "Plotly.newPlot" in page and "<script src=" not in page
+    assert "memory wall" in page and "does not fit" in page
+
+
+def test_strong_scaling_is_faster_and_weak_scaling_keeps_its_time():
+    request = request_of(VALUES)
+    strong = scaling(request, [16, 32, 64], weak=False)
+    weak = scaling(request, [16, 32, 64], weak=True)
+    times = [point.plan.step.total for point in strong]
+    assert times == sorted(times, reverse=True)
+    assert weak[-1].plan.step.total == pytest.approx(weak[0].plan.step.total, rel=0.25)
+    assert weak[-1].plan.request.config.run.global_batch == 512
+    alone = scaling(request, [1], weak=False)[0]
+    assert alone.plan is None and alone.least_bytes > 85e9
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="cannot be written"):
+        write_chart(request_of(VALUES), str(tmp_path / "no" / "chart.html"), most=16)

@@ -1,0 +1,83 @@
+"""Constants of a machine from what its steps took; the fit finds what made the numbers."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tfbig.errors import UserError
+from tfbig.planner.cluster import Device
+from tfbig.planner.layout import make_plan
+from tfbig.planner.measure import (
+    ShapeModel,
+    constants_of,
+    fit_device,
+    fit_overhead,
+    least_squares,
+)
+from tfbig.planner.measure_steps import SHAPES, config_of
+from tfbig.planner.memory import peak, predict_memory
+from tfbig.planner.question import constants_path, request_of
+
+
+def machine(matmul: float, bandwidth: float, kernel: float) -> dict:
+    """Returns what a machine with these constants would print."""
+    device = Device(
+        name="here",
+        peak={"float32": 50e9},
+        memory_bytes=1e9,
+        memory_bandwidth=10e9,
+        link_bandwidth=1e9,
+        watts=1.0,
+        units=0,
+        matmul=matmul,
+        bandwidth=bandwidth,
+        flash={"flash": matmul},
+        kernel_seconds=kernel,
+    )
+    rows = []
+    for shape in SHAPES:
+        tensors = peak(predict_memory(config_of(shape, 1), 1)).total
+        rows.append({**shape, "seconds": ShapeModel(shape).seconds(device)})
+        rows[-1]["peak_bytes"] = 0.45e9 + 1.3 * tensors
+    return {"matrix_flops": 50e9, "stream_bytes": 10e9, "steps": rows}
+
+
+@pytest.mark.parametrize("truth", [(0.8, 0.5, 1e-5), (0.4, 0.9, 5e-5)])
+def test_the_fit_finds_the_constants_that_made_the_times(truth):
+    device, error = fit_device(machine(*truth))
+    assert error < 0.01
+    found = (device.matmul, device.bandwidth, device.kernel_seconds)
+    assert found == pytest.approx(truth, rel=0.1)
+
+
+def test_the_fit_of_memory_finds_the_process_and_the_slack():
+    overhead = fit_overhead(machine(0.8, 0.5, 1e-5)["steps"])
+    assert overhead.context == pytest.approx(0.45e9, rel=1e-6)
+    assert overhead.allocator == pytest.approx(0.3, rel=1e-6)
+
+
+def test_least_squares_finds_a_minimum_in_a_valley():
+    def residuals(v):
+        return np.array([v[0] * v[1] - 6, 10 * (v[0] - 2)])
+
+    assert least_squares(residuals, [1.0, 1.0]) == pytest.approx([2.0, 3.0], rel=1e-4)
+
+
+def test_a_measured_machine_can_be_planned_for():
+    with pytest.raises(UserError, match="not measured yet"):
+        request_of({"cluster": "here:1"})
+    saw = machine(0.8, 0.5, 1e-5)
+    constants = constants_of({1: saw}, {"bandwidth": 2e9, "latency": 1e-4}, 16e9)
+    with open(constants_path(), "w") as file:
+        json.dump(constants, file)
+    shape = SHAPES[1]
+    values = {**shape["model"], **shape["fields"], "cluster": "here:1"}
+    plan = make_plan(request_of(values))
+    assert plan.step.total == pytest.approx(saw["steps"][1]["seconds"], rel=0.05)
+    assert plan.peak_bytes == pytest.approx(saw["steps"][1]["peak_bytes"], rel=0.05)
+    two = make_plan(request_of(values | {"cluster": "here:2"}))
+    assert two.step.data_exposed > 0
+    assert two.request.cluster.device.memory_bytes == 8e9
+    with pytest.raises(UserError, match="has no bfloat16"):
+        make_plan(request_of(values | {"precision": "bfloat16"}))

@@ -1,0 +1,169 @@
+"""Step time against devices, strong and weak scaling, with the memory wall; one HTML file."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfbig.durable_file import write_atomic
+from tfbig.errors import UserError
+from tfbig.planner.closed_form import rough_memory
+from tfbig.planner.layout import Plan, Request, make_plan
+from tfbig.planner.report import layout_line
+from tfbig.planner.search import candidates, layouts, memory_options
+
+MOST_DEVICES = 16_384
+_TRIED = 5  # layouts simulated a point
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best layout on so many devices.
+
+    Args:
+      num_devices: ranks.
+      plan: None where nothing fits.
+      least_bytes: a device needs in the leanest layout; infinity where none divides the devices.
+    """
+
+    num_devices: int
+    plan: Plan | None
+    least_bytes: float
+
+
+def device_counts(request: Request, most: int = MOST_DEVICES) -> list[int]:
+    """Returns 1, 2, 4, ... devices, whole nodes from one node on."""
+    node = request.cluster.devices_per_node
+    counts = [n for n in (1, 2, 4, 8, 16) if n < node]
+    while not counts or counts[-1] * 2 <= most:
+        counts.append(node if not counts or counts[-1] < node else counts[-1] * 2)
+    return counts
+
+
+def scaling(request: Request, counts: Sequence[int], weak: bool) -> list[Point]:
+    """Returns the best layout by number of devices.
+
+    Args:
+      request: with the global batch that its own cluster trains.
+      counts: of devices.
+      weak: the batch grows with the devices, from the request's at its own number of devices.
+    """
+    own, batch = request.cluster.num_devices, request.config.run.global_batch
+    points = []
+    for count in counts:
+        moved = dataclasses.replace(request, cluster=request.cluster.with_devices(count))
+        if weak:
+            moved = moved.with_fields(global_batch=max(1, batch * count // own))
+        points.append(_point(moved))
+    return points
+
+
+def _point(request: Request) -> Point:
+    plans = []
+    for candidate in candidates(request)[:_TRIED]:
+        try:
+            plan = make_plan(candidate.request)
+        except UserError:
+            continue
+        if plan.fits:
+            plans.append(plan)
+    best = min(plans, key=lambda plan: plan.step.total, default=None)
+    overhead = request.software.overhead(request.cluster)
+    leanest = (list(memory_options(layout))[-1] for layout in layouts(request))
+    least = min(
+        (
+            rough_memory(option.config, option.data_size, option.options, overhead)
+            for option in leanest
+        ),
+        default=float("inf"),
+    )
+    return Point(request.cluster.num_devices, best, least)
+
+
+def write_chart(request: Request, path: str, most: int = MOST_DEVICES) -> str:
+    """Writes the chart and returns its path; the file needs nothing else to be shown.
+
+    Raises:
+      UserError: no number of devices fits, or the file cannot be written.
+    """
+    from plotly.graph_objects import Scatter
+    from plotly.subplots import make_subplots
+
+    if not Path(path).absolute().parent.is_dir():
+        raise UserError(f"--chart={path} cannot be written: its folder does not exist.")
+    counts = device_counts(request, most)
+    curves = {
+        "strong scaling: one batch": scaling(request, counts, weak=False),
+        "weak scaling: batch grows": scaling(request, counts, weak=True),
+    }
+    if not any(point.plan for points in curves.values() for point in points):
+        raise UserError(f"the model fits no number of {request.cluster.device.name} up to {most}.")
+    figure = make_subplots(
+        rows=2,
+        cols=1,
+        shared_xaxes=True,
+        subplot_titles=("seconds a step", "GB a device"),
+        vertical_spacing=0.08,
+    )
+    for name, points in curves.items():
+        drawn = [(point, point.plan) for point in points if point.plan is not None]
+        x = [point.num_devices for point, _ in drawn]
+        texts = [f"{layout_line(plan.request)}<br>MFU {plan.mfu:.1%}" for _, plan in drawn]
+        seconds = [plan.step.total for _, plan in drawn]
+        figure.add_trace(Scatter(x=x, y=seconds, text=texts, name=name, mode="lines+markers"), 1, 1)
+        used = [plan.peak_bytes / 1e9 for _, plan in drawn]
+        figure.add_trace(Scatter(x=x, y=used, text=texts, name=f"memory, {name}"), 2, 1)
+    strong = curves["strong scaling: one batch"]
+    ideal = next(point for points in curves.values() for point in points if point.plan)
+    assert ideal.plan is not None
+    figure.add_trace(
+        Scatter(
+            x=counts,
+            y=[ideal.plan.step.total * ideal.num_devices / n for n in counts],
+            name="ideal",
+            line={"dash": "dot"},
+        ),
+        1,
+        1,
+    )
+    leanest = [(p.num_devices, p.least_bytes / 1e9) for p in strong if p.least_bytes < 1e15]
+    figure.add_trace(
+        Scatter(
+            x=[n for n, _ in leanest], y=[gb for _, gb in leanest], name="leanest layout needs"
+        ),
+        2,
+        1,
+    )
+    capacity = request.cluster.device.memory_bytes / 1e9
+    figure.add_hline(
+        y=capacity,
+        line_dash="dash",
+        annotation_text=f"memory wall, {capacity:,.0f} GB",
+        row=2,
+        col=1,
+    )
+    walled = [point.num_devices for point in strong if point.least_bytes / 1e9 > capacity]
+    if walled:
+        figure.add_vrect(
+            x0=min(walled),
+            x1=max(walled),
+            opacity=0.15,
+            line_width=0,
+            fillcolor="red",
+            annotation_text="does not fit",
+        )
+    figure.update_xaxes(type="log", title_text="devices", row=2, col=1)
+    figure.update_xaxes(type="log", row=1, col=1)
+    figure.update_yaxes(type="log")
+    config = request.config
+    figure.update_layout(
+        title=f"{config.run.preset} on {request.cluster.device.name}, batch"
+        f" {config.run.global_batch} x {config.data.sequence_length} tokens at"
+        f" {request.cluster.num_devices} devices",
+        height=900,
+    )
+    try:
+        write_atomic(path, figure.to_html(include_plotlyjs=True).encode())
+    except OSError as error:
+        raise UserError(f"--chart={path} cannot be written: {error}") from None
+    return path
