@@ -25,7 +25,8 @@ def trained(flags: list[str], folder: Path) -> None:
 
 
 def write_machine() -> None:
-    constants = constants_of({1: machine(0.5, 0.5, 2e-5)}, {"bandwidth": 2e9, "latency": 1e-4}, 8e9)
+    saw, link = machine(0.5, 0.5, 2e-5), {"bandwidth": 2e9, "latency": 1e-4}
+    constants = constants_of({1: saw}, saw["steps"], link, 8e9)
     Path(constants_path()).write_text(json.dumps(constants))
 
 

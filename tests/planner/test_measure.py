@@ -68,7 +68,8 @@ def test_a_measured_machine_can_be_planned_for():
     with pytest.raises(UserError, match="not measured yet"):
         request_of({"cluster": "here:1"})
     saw = machine(0.8, 0.5, 1e-5)
-    constants = constants_of({1: saw}, {"bandwidth": 2e9, "latency": 1e-4}, 16e9)
+    link = {"bandwidth": 2e9, "latency": 1e-4}
+    constants = constants_of({1: saw}, saw["steps"], link, 16e9)
     with open(constants_path(), "w") as file:
         json.dump(constants, file)
     shape = SHAPES[1]

@@ -1,9 +1,11 @@
 """Step time against devices, strong and weak scaling, with the memory wall; one HTML file."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
@@ -86,9 +88,6 @@ def write_chart(request: Request, path: str, most: int = MOST_DEVICES) -> str:
     Raises:
       UserError: no number of devices fits, or the file cannot be written.
     """
-    from plotly.graph_objects import Scatter
-    from plotly.subplots import make_subplots
-
     if not Path(path).absolute().parent.is_dir():
         raise UserError(f"--chart={path} cannot be written: its folder does not exist.")
     counts = device_counts(request, most)
@@ -98,72 +97,65 @@ def write_chart(request: Request, path: str, most: int = MOST_DEVICES) -> str:
     }
     if not any(point.plan for points in curves.values() for point in points):
         raise UserError(f"the model fits no number of {request.cluster.device.name} up to {most}.")
+    figure = _figure(request, counts, curves)
+    try:
+        write_atomic(path, figure.to_html(include_plotlyjs=True).encode())
+    except OSError as error:
+        raise UserError(f"--chart={path} cannot be written: {error}") from None
+    return path
+
+
+def _figure(request: Request, counts: Sequence[int], curves: Mapping[str, list[Point]]) -> Any:
+    """Returns the two panels: seconds a step and bytes a device."""
+    from plotly.graph_objects import Scatter
+    from plotly.subplots import make_subplots
+
+    titles = ("seconds a step", "GB a device")
     figure = make_subplots(
-        rows=2,
-        cols=1,
-        shared_xaxes=True,
-        subplot_titles=("seconds a step", "GB a device"),
-        vertical_spacing=0.08,
+        rows=2, cols=1, shared_xaxes=True, subplot_titles=titles, vertical_spacing=0.08
     )
+
+    def draw(row: int, x: Sequence[float], y: Sequence[float], **style: Any) -> None:
+        figure.add_trace(Scatter(x=list(x), y=list(y), **style), row, 1)
+
+    first: tuple[int, Plan] | None = None
     for name, points in curves.items():
-        drawn = [(point, point.plan) for point in points if point.plan is not None]
-        x = [point.num_devices for point, _ in drawn]
+        drawn = [(point.num_devices, point.plan) for point in points if point.plan is not None]
+        first = first or (drawn[0] if drawn else None)
+        x = [count for count, _ in drawn]
         texts = [f"{layout_line(plan.request)}<br>MFU {plan.mfu:.1%}" for _, plan in drawn]
-        seconds = [plan.step.total for _, plan in drawn]
-        figure.add_trace(Scatter(x=x, y=seconds, text=texts, name=name, mode="lines+markers"), 1, 1)
+        draw(1, x, [plan.step.total for _, plan in drawn], text=texts, name=name)
         used = [plan.peak_bytes / 1e9 for _, plan in drawn]
-        figure.add_trace(Scatter(x=x, y=used, text=texts, name=f"memory, {name}"), 2, 1)
-    strong = curves["strong scaling: one batch"]
-    ideal = next(point for points in curves.values() for point in points if point.plan)
-    assert ideal.plan is not None
-    figure.add_trace(
-        Scatter(
-            x=counts,
-            y=[ideal.plan.step.total * ideal.num_devices / n for n in counts],
-            name="ideal",
-            line={"dash": "dot"},
-        ),
-        1,
-        1,
-    )
-    leanest = [(p.num_devices, p.least_bytes / 1e9) for p in strong if p.least_bytes < 1e15]
-    figure.add_trace(
-        Scatter(
-            x=[n for n, _ in leanest], y=[gb for _, gb in leanest], name="leanest layout needs"
-        ),
-        2,
-        1,
-    )
-    capacity = request.cluster.device.memory_bytes / 1e9
-    figure.add_hline(
-        y=capacity,
-        line_dash="dash",
-        annotation_text=f"memory wall, {capacity:,.0f} GB",
-        row=2,
-        col=1,
-    )
-    walled = [point.num_devices for point in strong if point.least_bytes / 1e9 > capacity]
-    if walled:
-        figure.add_vrect(
-            x0=min(walled),
-            x1=max(walled),
-            opacity=0.15,
-            line_width=0,
-            fillcolor="red",
-            annotation_text="does not fit",
-        )
-    figure.update_xaxes(type="log", title_text="devices", row=2, col=1)
-    figure.update_xaxes(type="log", row=1, col=1)
-    figure.update_yaxes(type="log")
+        draw(2, x, used, text=texts, name=f"memory, {name}")
+    if first is not None:
+        count, plan = first
+        ideal = [plan.step.total * count / n for n in counts]
+        draw(1, counts, ideal, name="ideal", line={"dash": "dot"})
+    _draw_wall(figure, draw, request, next(iter(curves.values())))
     config = request.config
+    figure.update_xaxes(type="log")
+    figure.update_xaxes(title_text="devices", row=2, col=1)
+    figure.update_yaxes(type="log")
     figure.update_layout(
         title=f"{config.run.preset} on {request.cluster.device.name}, batch"
         f" {config.run.global_batch} x {config.data.sequence_length} tokens at"
         f" {request.cluster.num_devices} devices",
         height=900,
     )
-    try:
-        write_atomic(path, figure.to_html(include_plotlyjs=True).encode())
-    except OSError as error:
-        raise UserError(f"--chart={path} cannot be written: {error}") from None
-    return path
+    return figure
+
+
+def _draw_wall(
+    figure: Any, draw: Callable[..., None], request: Request, points: Sequence[Point]
+) -> None:
+    """Draws a device's memory, what the leanest layout needs, and where nothing fits."""
+    capacity = request.cluster.device.memory_bytes / 1e9
+    known = [point for point in points if point.least_bytes < math.inf]
+    need = [point.least_bytes / 1e9 for point in known]
+    draw(2, [point.num_devices for point in known], need, name="leanest layout needs")
+    text = f"memory wall, {capacity:,.0f} GB"
+    figure.add_hline(y=capacity, line_dash="dash", annotation_text=text, row=2, col=1)
+    walled = [point.num_devices for point in known if point.least_bytes / 1e9 > capacity]
+    if walled:
+        style = {"opacity": 0.15, "line_width": 0, "fillcolor": "red"}
+        figure.add_vrect(x0=min(walled), x1=max(walled), annotation_text="does not fit", **style)

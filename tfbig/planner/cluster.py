@@ -211,31 +211,27 @@ def make_cluster(
             f"--cluster={text} says no number: write instance:nodes, such as p4d.24xlarge:240, or"
             " device:devices, such as a100-80:1024."
         )
-    count, instances = int(count_text), constants["instances"]
-    if name == "here":
-        name = _here(constants, count)
-    known = [*instances, *constants["devices"]]
+    count, instances, devices = int(count_text), constants["instances"], constants["devices"]
+    name = _here(constants, count) if name == "here" else name
     if name in instances:
         row = instances[name]
         per_node, price, date = row["devices"], row["dollars_per_hour"], row["price_date"]
-        device = make_device(constants, row["device"])
-        num_devices = count * per_node
+        device, num_devices = make_device(constants, row["device"]), count * per_node
         bandwidth = row["network_gbps"] * 1e9 / 8
         if devices_per_node not in (0, per_node):
             raise UserError(f"--devices_per_node={devices_per_node}: {name} has {per_node}.")
-    elif name in constants["devices"]:
-        row = constants["devices"][name]
+    elif name in devices:
+        row = devices[name]
         device, num_devices = make_device(constants, name), count
         per_node = devices_per_node or row.get("devices_per_node", 8)
         each = constants["prices"]["generic_dollars_per_device_hour"].get(name, 0.0)
-        price, date = each * per_node, "2026-01"
-        bandwidth = row["network_bandwidth_per_node"]
+        price, date, bandwidth = each * per_node, "2026-01", row["network_bandwidth_per_node"]
         if name.startswith("here"):  # processes share the machine's memory
             device = dataclasses.replace(device, memory_bytes=device.memory_bytes / count)
     else:
         raise UserError(
-            f"--cluster={text}: {name!r} is not known.{near_matches(name, known)} Instances: "
-            f"{', '.join(instances)}; devices: {', '.join(constants['devices'])}."
+            f"--cluster={text}: {name!r} is not known.{near_matches(name, [*instances, *devices])}"
+            f" Instances: {', '.join(instances)}; devices: {', '.join(devices)}."
         )
     network = constants["network"] | row.get("network", {})
     return Cluster(

@@ -24,7 +24,7 @@ import psutil
 from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
 from tfbig.planner.cluster import Device, load_constants, make_cluster
-from tfbig.planner.measure_steps import config_of
+from tfbig.planner.measure_steps import MEMORY_SHAPES, SHAPES, STEPS, config_of
 from tfbig.planner.memory import MemoryOptions, Overhead, peak, predict_memory
 from tfbig.planner.question import constants_path
 from tfbig.planner.software import SOFTWARE
@@ -48,11 +48,11 @@ def measure_to(path: str = "") -> int:
     measured = {}
     for threads in sorted({1, cores}):
         print(f"measuring training steps on {threads} thread(s)", flush=True)
-        measured[threads] = _run(
-            [sys.executable, "-m", "tfbig.planner.measure_steps", str(threads)]
-        )
+        measured[threads] = run_shapes(SHAPES, threads)[0]
+    print("measuring memory", flush=True)
+    memory = [run_shapes([shape], cores, steps=2)[0]["steps"][0] for shape in MEMORY_SHAPES]
     print("measuring the link between two processes", flush=True)
-    constants = constants_of(measured, measure_link(), psutil.virtual_memory().total)
+    constants = constants_of(measured, memory, measure_link(), psutil.virtual_memory().total)
     target = Path(path or constants_path())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,34 @@ def measure_to(path: str = "") -> int:
     return 0
 
 
-def _run(command: Sequence[str]) -> dict[str, Any]:
+def run_shapes(
+    shapes: Sequence[Mapping[str, Any]], threads: int, num_processes: int = 1, steps: int = STEPS
+) -> list[dict[str, Any]]:
+    """Returns what each of the processes saw of the shapes, in order of rank.
+
+    Args:
+      shapes: of tfbig/planner/measure_steps.py.
+      threads: of each process.
+      num_processes: more than one run under horovodrun.
+      steps: of each shape, after a first one.
+    """
+    worker = [sys.executable, "-m", "tfbig.planner.measure_steps"]
+    worker += [str(threads), json.dumps(list(shapes)), str(steps)]
+    if num_processes > 1:
+        worker = [_horovodrun(), "-np", str(num_processes), *worker]
+    answers = _run(worker)
+    if len(answers) != num_processes:
+        raise UserError(f"{len(answers)} of {num_processes} measuring processes answered.")
+    return sorted(answers, key=lambda answer: answer["steps"][0]["rank"])
+
+
+def _horovodrun() -> str:
+    beside = Path(sys.executable).with_name("horovodrun")
+    return str(beside) if beside.exists() else (shutil.which("horovodrun") or "")
+
+
+def _run(command: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the JSON objects that a command prints, one a line."""
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
     try:
         done = subprocess.run(
@@ -81,11 +108,11 @@ def _run(command: Sequence[str]) -> dict[str, Any]:
         raise UserError(
             f"measuring took more than {_PATIENCE:g} s: this machine is too busy to be measured."
         ) from None
-    lines = [line for line in done.stdout.splitlines() if "{" in line]
+    lines = [line[line.index("{") :] for line in done.stdout.splitlines() if '{"' in line]
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"measuring failed ({last}): is TensorFlow installed?")
-    return json.loads(lines[-1][lines[-1].index("{") :])
+    return [json.loads(line) for line in lines]
 
 
 def measure_link() -> dict[str, float]:
@@ -93,29 +120,32 @@ def measure_link() -> dict[str, float]:
 
     Without Horovod, the plain guess of 1 GB/s and 0.2 ms.
     """
-    launcher = Path(sys.executable).with_name("horovodrun")
-    if not (launcher.exists() or shutil.which("horovodrun")):
+    launcher = _horovodrun()
+    if not launcher:
         return {"bandwidth": 1e9, "latency": 2e-4}
-    name = str(launcher) if launcher.exists() else "horovodrun"
-    return _run([name, "-np", "2", sys.executable, "-m", _LINK])
+    return _run([launcher, "-np", "2", sys.executable, "-m", _LINK])[0]
 
 
 def constants_of(
-    measured: Mapping[int, Mapping[str, Any]], link: Mapping[str, float], memory_bytes: float
+    measured: Mapping[int, Mapping[str, Any]],
+    memory: Sequence[Mapping[str, Any]],
+    link: Mapping[str, float],
+    memory_bytes: float,
 ) -> dict[str, Any]:
     """Returns devices and efficiencies, ready for JSON, from what the processes saw.
 
     Args:
       measured: by threads, what tfbig/planner/measure_steps.py printed.
+      memory: shapes with peak_bytes, each of a process of its own.
       link: of `measure_link`.
       memory_bytes: of the machine.
     """
     devices, efficiencies = {}, {}
+    overhead = fit_overhead(memory)
     when = time.strftime("%Y-%m-%d", time.gmtime())
     for threads, saw in measured.items():
         name = f"here-{threads}"
         device, error = fit_device(saw)
-        overhead = fit_overhead(saw["steps"])
         devices[name] = {
             "peak": {"float32": saw["matrix_flops"]},
             "memory_bytes": memory_bytes,

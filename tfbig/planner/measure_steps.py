@@ -1,6 +1,8 @@
 """Runs in a process of its own: times and memory of a few small training steps, as JSON.
 
-usage: python -m tfbig.planner.measure_steps NUM_THREADS [JSON list of {"fields", "model"}]
+usage: python -m tfbig.planner.measure_steps NUM_THREADS [SHAPES [STEPS]]
+
+SHAPES is a JSON list of {"model", "fields"}; under horovodrun each process prints its own line.
 """
 
 import gc
@@ -33,6 +35,20 @@ SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
         (128, 6, 4, 256, 512, 2),
         (512, 2, 8, 128, 1024, 8),
     )
+)
+# One a process: what a process holds besides tensors grows with each model it has built.
+MEMORY_SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
+    {
+        "model": {
+            "embed_dim": width,
+            "num_layers": layers,
+            "num_heads": 8,
+            "vocab_size": 4096,
+            "max_length": 128,
+        },
+        "fields": {"sequence_length": 128, "global_batch": rows},
+    }
+    for width, layers, rows in ((128, 2, 2), (384, 6, 16), (512, 8, 32))
 )
 STEPS = 5
 
@@ -137,6 +153,7 @@ def main(arguments: Sequence[str]) -> None:
     quiet_tensorflow()
     num_threads = int(arguments[0])
     shapes = json.loads(arguments[1]) if len(arguments) > 1 else SHAPES
+    steps = int(arguments[2]) if len(arguments) > 2 else STEPS
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(num_threads)
@@ -144,7 +161,7 @@ def main(arguments: Sequence[str]) -> None:
     base = resident("VmRSS")
     rows = []
     for shape in shapes:
-        rows.append(run_steps(config_of(shape, num_threads)) | dict(shape))
+        rows.append(run_steps(config_of(shape, num_threads), steps) | dict(shape))
     answer = {
         "num_threads": num_threads,
         "imported_bytes": base,
