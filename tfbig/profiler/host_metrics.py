@@ -9,6 +9,7 @@ from typing import NamedTuple
 import psutil
 
 _PRESSURE = Path("/proc/pressure")  # docs.kernel.org/accounting/psi.html
+_POWER = Path("/sys/class/powercap")
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" by a number near 2^63
 
@@ -91,6 +92,12 @@ class HostMetrics:
         self._pressure_files = [
             (kind, path) for kind in ("cpu", "io", "memory") if (path := _PRESSURE / kind).exists()
         ]
+        # Intel's and AMD's energy counters; newer kernels show them to root only.
+        self._energy_files = {
+            path.parent.name: path
+            for path in sorted(_POWER.glob("intel-rapl:[0-9]/energy_uj"))
+            if os.access(path, os.R_OK)
+        }
         self._time = time.monotonic()
         self._cores = self._core_times()
         self._counters = self._read_counters()
@@ -147,6 +154,9 @@ class HostMetrics:
         counters["network", "Algorithm", "TransmitBytesPerSecond"] = sum(
             c.bytes_sent for c in cards
         )
+        for name, path in self._energy_files.items():
+            if (text := _read(path)).isdigit():
+                counters["power", "PowerWatts", name] = int(text) / 1e6  # joules
         for kind, path in self._pressure_files:
             for line in _read(path).splitlines():
                 words = line.split()
@@ -158,7 +168,9 @@ class HostMetrics:
     def _rates(self, seconds: float) -> Iterator[Metric]:
         before, self._counters = self._counters, self._read_counters()
         for key, value in self._counters.items():
-            yield Metric(*key, max(0.0, value - before.get(key, value)) / seconds)
+            rate = max(0.0, value - before.get(key, value)) / seconds
+            # The kernel brings stalls up to date now and then: one sample may get two's.
+            yield Metric(*key, min(rate, 100.0) if key[0] == "pressure" else rate)
 
 
 def resident_bytes() -> int:

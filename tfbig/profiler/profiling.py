@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from tfbig.config import Config
+from tfbig.durable_file import write_atomic
 from tfbig.loop import Hook
 from tfbig.profile_config import parse_steps
 from tfbig.profiler.clock_offset import estimate_offset
@@ -44,6 +47,8 @@ def measured(
     with closing:
         try:
             hooks = _hooks(config, profiler_dir, trainer, offset, place, closing)
+            if trainer.rank == 0:
+                write_atomic(profiler_dir / "sources.json", orjson.dumps(list(sources)))
             if place.local_rank == 0:
                 sampler = Sampler(profiler_dir, place, interval)
                 sampler.start()

@@ -64,8 +64,9 @@ class Sampler:
         following = time.monotonic() + self._interval
         try:
             while not self._stopping.wait(max(0.0, following - time.monotonic())):
-                # A late sample shifts no other; one that was missed is not made up for.
-                following = max(following + self._interval, time.monotonic())
+                # A sample that is late shifts no other, but the next one keeps its distance: rates
+                # over next to no time say nothing.
+                following = max(following + self._interval, time.monotonic() + self._interval / 2)
                 metrics = host.sample() + (gpus.sample() if gpus else [])
                 before, used = used, time.thread_time()
                 cost = 100 * (used - before) / self._interval

@@ -1,6 +1,6 @@
 """The hook that notes statistics of weights, gradients and activations every so many steps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +9,9 @@ import orjson
 
 from tfbig.loop import Hook
 from tfbig.profiler import layout
+from tfbig.profiler.tensor_statistics import change_of, statistics_of
 
 _SLOT = "optimizer/m/"  # AdamW's first moment: a moving average of the gradient
-
-
-def statistics_of(values: np.ndarray) -> dict[str, float]:
-    """Returns what the tensor rules look at; of the finite values, and how many are not."""
-    flat = np.asarray(values, np.float32).ravel()
-    finite = flat[np.isfinite(flat)]
-    count = max(1, finite.size)
-    return {
-        "size": flat.size,
-        "nonfinite": int(flat.size - finite.size),
-        "mean": float(finite.mean(dtype=np.float64)) if finite.size else 0.0,
-        "mean_abs": float(np.abs(finite).mean(dtype=np.float64)) if finite.size else 0.0,
-        "std": float(finite.std(dtype=np.float64)) if finite.size else 0.0,
-        "min": float(finite.min()) if finite.size else 0.0,
-        "max": float(finite.max()) if finite.size else 0.0,
-        "p5_abs": float(np.percentile(np.abs(finite), 5)) if finite.size else 0.0,
-        "p95_abs": float(np.percentile(np.abs(finite), 95)) if finite.size else 0.0,
-        "zero_fraction": float((finite == 0).sum() / count),
-    }
-
-
-def change_of(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
-    """Returns how much a tensor changed: norm of the difference over its norm, share unchanged."""
-    difference = (after - before).ravel()
-    norm = float(np.linalg.norm(before))
-    return {
-        "update_ratio": float(np.linalg.norm(difference)) / (norm + 1e-9),
-        "unchanged": bool(np.allclose(before, after, rtol=1e-5, atol=1e-8)),
-    }
 
 
 class TensorStatsHook(Hook):
@@ -107,14 +79,3 @@ def _kind_of(path: str) -> str:
     if path.startswith(_SLOT):
         return "gradient"
     return "" if path.startswith(("optimizer/", "ema/")) else "weight"
-
-
-def by_tensor(
-    records: Sequence[Mapping[str, Any]], kind: str
-) -> dict[str, list[Mapping[str, Any]]]:
-    """Returns the records of a kind by tensor, in the order of their steps; the last holds."""
-    found: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for record in records:
-        if record["kind"] == kind:
-            found.setdefault(record["name"], {})[record["step"]] = record
-    return {name: [steps[step] for step in sorted(steps)] for name, steps in found.items()}

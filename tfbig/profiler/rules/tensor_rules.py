@@ -8,7 +8,7 @@ import numpy as np
 
 from tfbig.profiler.rules.rule import Finding, Rule
 from tfbig.profiler.run_data import RunData
-from tfbig.profiler.tensor_stats import by_tensor
+from tfbig.profiler.tensor_statistics import by_tensor
 
 _NO_TENSORS = "no tensor was looked at (--tensor_stats_every)"
 
