@@ -1,0 +1,70 @@
+"""Reading a request's body, within limits, and noticing that the client has left."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+
+from tfbig.serving.errors import RequestError
+
+
+async def read_json(request: Request, max_bytes: int, seconds: float) -> Mapping[str, Any]:
+    """Returns the JSON object that a request carries.
+
+    Args:
+      request: whose body is not read yet.
+      max_bytes: of the body.
+      seconds: in which it must arrive.
+
+    Raises:
+      RequestError: too large, too slow, or no JSON object.
+      ClientDisconnect: the client left.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    # A page of another site may send text and forms to a server on this machine, but no JSON.
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise RequestError(f"Content-Type must be application/json, not {kind[:80]!r}.", 415)
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    try:
+        data = await asyncio.wait_for(_read(request, max_bytes), seconds)
+    except asyncio.TimeoutError:
+        raise RequestError(
+            f"the body did not arrive within {seconds:g} s.", 408, "timeout_error"
+        ) from None
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object.")
+    return body
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > max_bytes:
+            raise _too_large(max_bytes)
+    return bytes(data)
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(
+        f"the body is larger than {max_bytes} bytes.", 413, headers={"Connection": "close"}
+    )
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client has left; the body must have been read."""
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+__all__ = ["ClientDisconnect", "disconnected", "read_json"]
