@@ -7,6 +7,8 @@ from setuptools import find_packages, setup
 # and a package can't know which one its user has or wants.
 TENSORFLOW = ">=2.21,<2.22"
 
+SERVE = ["jinja2>=3.1", "prometheus-client>=0.20", "starlette>=0.40", "uvicorn>=0.30"]
+
 setup(
     name="tfbig",
     version="0.1.0",
@@ -17,6 +19,7 @@ setup(
         include=["tfbig", "tfbig.*", "trainers", "trainers.*", "data_pipeline", "data_pipeline.*"]
     ),
     package_data={"tfbig": ["py.typed", "planner/constants.json"]},
+    package_data={"tfbig": ["py.typed", "serving/page.html"]},
     install_requires=[
         "absl-py>=2.1",
         "google-crc32c>=1.6",
@@ -42,6 +45,8 @@ setup(
         "cpu": [f"tensorflow-cpu{TENSORFLOW}"],
         "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}", "nvidia-ml-py>=12"],
         "serve": ["starlette>=0.40", "uvicorn>=0.30"],
+        "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}"],
+        "serve": SERVE,
         # ruff's formatting and findings change with its versions
         "test": [
             "hypothesis>=6.100",
@@ -51,6 +56,9 @@ setup(
             "ruff>=0.12,<0.18",
         ],
         "notebook": ["ipython>=8", "pandas>=2.2"],
+            *SERVE,
+            "httpx>=0.27",
+            "openai>=1.50",
         "parquet": ["pyarrow>=17"],
         "gigatoken": ["gigatoken>=0.10,<0.11"],
         "dedup": ["rensa>=0.5,<0.6"],
