@@ -136,7 +136,7 @@ def test_a_deadline(model):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_frees_the_row(model, stream):
-    with serving(slowed(model, 0.05), num_rows=2) as address:
+    with serving(slowed(model, 0.25), num_rows=2) as address:
         host, port = address.removeprefix("http://").split(":")
         body = json.dumps({**LONG, "n": 2, "stream": stream}).encode()
         with socket.create_connection((host, int(port)), timeout=20) as leaving:
