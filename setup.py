@@ -44,8 +44,6 @@ setup(
     extras_require={
         "cpu": [f"tensorflow-cpu{TENSORFLOW}"],
         "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}", "nvidia-ml-py>=12"],
-        "serve": ["starlette>=0.40", "uvicorn>=0.30"],
-        "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}"],
         "serve": SERVE,
         # ruff's formatting and findings change with its versions
         "test": [
@@ -54,11 +52,11 @@ setup(
             "pandas>=2.2",
             "pytest>=8,<10",
             "ruff>=0.12,<0.18",
-        ],
-        "notebook": ["ipython>=8", "pandas>=2.2"],
             *SERVE,
             "httpx>=0.27",
             "openai>=1.50",
+        ],
+        "notebook": ["ipython>=8", "pandas>=2.2"],
         "parquet": ["pyarrow>=17"],
         "gigatoken": ["gigatoken>=0.10,<0.11"],
         "dedup": ["rensa>=0.5,<0.6"],
