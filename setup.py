@@ -18,8 +18,7 @@ setup(
     packages=find_packages(
         include=["tfbig", "tfbig.*", "trainers", "trainers.*", "data_pipeline", "data_pipeline.*"]
     ),
-    package_data={"tfbig": ["py.typed", "planner/constants.json"]},
-    package_data={"tfbig": ["py.typed", "serving/page.html"]},
+    package_data={"tfbig": ["py.typed", "planner/constants.json", "serving/page.html"]},
     install_requires=[
         "absl-py>=2.1",
         "google-crc32c>=1.6",
