@@ -179,12 +179,12 @@ def to_document(value: Any, record_format: RecordFormat, counts: ReadCounts) -> 
     if not text:
         counts.skipped["empty text"] += 1
         return None
-    text, data = _encoded(text, counts)
+    text, data = encoded(text, counts)
     digest_data = data
     if prompt:
-        prompt, prompt_data = _encoded(prompt, counts)
+        prompt, prompt_data = encoded(prompt, counts)
         digest_data = b"%d:" % len(prompt_data) + prompt_data + data
-    return Document(text, data, _source_of(value, record_format), digest_of(digest_data), prompt)
+    return Document(text, data, source_of(value, record_format), digest_of(digest_data), prompt)
 
 
 @lru_cache(maxsize=64)
@@ -213,7 +213,7 @@ def _text_of(value: Any, path: str) -> str:
     return found
 
 
-def _source_of(value: Any, record_format: RecordFormat) -> str:
+def source_of(value: Any, record_format: RecordFormat) -> str:
     if record_format.source:
         found = _field(value, record_format.source)
         if isinstance(found, str) and found:
@@ -222,7 +222,7 @@ def _source_of(value: Any, record_format: RecordFormat) -> str:
     return record_format.name or UNNAMED_SOURCE
 
 
-def _encoded(text: str, counts: ReadCounts) -> tuple[str, bytes]:
+def encoded(text: str, counts: ReadCounts) -> tuple[str, bytes]:
     """Returns a text and its UTF-8; lone surrogates, which have none, are replaced and counted."""
     try:
         return text, text.encode()

@@ -36,6 +36,7 @@ class RecordFormat:
       name: source of records without one.
       prompt: field of text that is read but not learned; "" for plain documents.
       completion: field of the text that is learned after it.
+      chat: field of a conversation's messages, whose replies are learned.
     """
 
     text: str = "text"
@@ -43,6 +44,7 @@ class RecordFormat:
     name: str = UNNAMED_SOURCE
     prompt: str = ""
     completion: str = ""
+    chat: str = ""
 
 
 @dataclass(frozen=True)

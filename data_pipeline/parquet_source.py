@@ -60,9 +60,11 @@ def parquet_records(item: InputFile, start: int, stop: int) -> Iterator[tuple[st
     fields = [record_format.text, record_format.source, record_format.prompt]
     if record_format.prompt or record_format.completion:
         fields = [record_format.prompt, record_format.completion, record_format.source]
+    if record_format.chat:
+        fields = [record_format.chat, record_format.source]
     tops = {field.partition(".")[0] for field in fields if field}
     known = file.schema_arrow.names
-    required = record_format.completion or record_format.text
+    required = record_format.chat or record_format.completion or record_format.text
     if required.partition(".")[0] not in known:
         raise UserError(
             f'{item.name} has no column "{required}"; it has {", ".join(known)}: name one with '

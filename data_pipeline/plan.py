@@ -21,7 +21,7 @@ PLAN = f"{FOLDER}/plan.json"
 # What the tokenizing of a chunk depends on besides its pieces and the tokenizer.
 _TEXT_OPTIONS = (
     "seed validation_fraction test_fraction min_characters max_characters exclude_source"
-    " prompt_field completion_field max_bad_fraction"
+    " prompt_field completion_field chat_field max_bad_fraction"
 ).split()
 _PART_BYTES = 1 << 23  # contents of one zstd frame of a recoded part
 # Text is about so many times its compressed size, for the planning of chunks only.
@@ -114,7 +114,7 @@ class Plan:
         """
         values = {name: getattr(self.config, name) for name in _TEXT_OPTIONS}
         values["tokenizer"], values["document_hash"] = tokenizer_sha256, DOCUMENT_HASH
-        if self.config.prompt_field or self.config.completion_field:
+        if self.config.prompt_field or self.config.completion_field or self.config.chat_field:
             values["sequence_length"] = self.config.sequence_length
         return [f"chunk-{self._name_of(pieces, values)}" for pieces in chunks]
 

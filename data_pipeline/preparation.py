@@ -125,6 +125,7 @@ def inputs_of(config: PrepareConfig, folder: Path) -> tuple[list[InputFile], dic
         config.source_name,
         config.prompt_field,
         config.completion_field,
+        config.chat_field,
     )
     return find_inputs(config.source, overrides), {}
 
@@ -156,6 +157,8 @@ def _check_options(config: PrepareConfig) -> None:
         check_vocab_size(config.vocab_size)
     if bool(config.prompt_field) != bool(config.completion_field):
         raise UserError("--prompt_field and --completion_field go together: give both or neither.")
+    if config.chat_field and config.prompt_field:
+        raise UserError("--chat_field and --prompt_field are two forms of records: give one.")
     if not 0 <= config.seed <= _MAX_SEED:
         raise UserError(f"--seed={config.seed} must lie between 0 and {_MAX_SEED}.")
 
@@ -163,6 +166,8 @@ def _check_options(config: PrepareConfig) -> None:
 def _settings(config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Returns what the folder's bytes depend on besides the text."""
     settings = {name: value for name, value in asdict(config).items() if name not in _ONLY_HOW}
+    if not config.chat_field:
+        del settings["chat_field"]  # folders made before there was one stay the same
     settings["exclude_source"] = list(config.exclude_source)
     settings["document_hash"] = DOCUMENT_HASH
     settings["tokenizer"] = tokenizer.sha256 if tokenizer else ""

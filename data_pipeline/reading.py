@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from data_pipeline.chat import to_documents
 from data_pipeline.codecs import (
     ByteReader,
     ForwardFile,
@@ -22,7 +23,6 @@ from data_pipeline.documents import (
     Document,
     ReadCounts,
     parse_json,
-    to_document,
 )
 from data_pipeline.input_files import InputFile, suffix_form
 from tfbig.durable_file import digest_file
@@ -92,11 +92,11 @@ class PieceReader:
             try:
                 if isinstance(value, BadRecord):
                     raise value
-                document = to_document(value, item.format, counts)
+                documents = to_documents(value, item.format, counts)
             except BadRecord as problem:
                 counts.reject(item.name, place, problem)
                 continue
-            if document is not None:
+            for document in documents:
                 counts.documents += 1
                 yield document
         if self._piece.is_whole:

@@ -283,8 +283,8 @@ class ChunkTokenizer:
 
 
 def has_prompts(config: PrepareConfig) -> bool:
-    """Returns whether records are pairs of prompt and completion."""
-    return bool(config.prompt_field or config.completion_field)
+    """Returns whether documents begin with text that is read and not learned."""
+    return bool(config.prompt_field or config.completion_field or config.chat_field)
 
 
 def filters(config: PrepareConfig) -> Filters:

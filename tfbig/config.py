@@ -64,6 +64,10 @@ class ModelConfig:
     """Whether projections into the residual stream start smaller by 1/sqrt(2 x num_layers)."""
     residual_init_std: float = 0.0
     """Standard deviation that these projections start from instead; 0 means the rule above."""
+    lora_rank: int = 0
+    """Rank of the adapters beside each block's projections; only they are trained. 0 is none."""
+    lora_alpha: float = 16.0
+    """The adapters' products are multiplied by lora_alpha / lora_rank (arXiv 2106.09685)."""
 
     @property
     def attention_head_dim(self) -> int:
@@ -117,6 +121,8 @@ class OptimizerConfig:
     """Steps without overflow after which float16's loss scale doubles."""
     scale_learning_rate: bool = False
     """Whether the learning rate is multiplied by the number of replicas, as the original does."""
+    freeze: tuple[str, ...] = ()
+    """Variables that are not trained: a path, its beginning or a pattern. Repeat for more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +207,8 @@ class PrepareConfig:
     """Field of text that is read but not learned (prompt/completion records)."""
     completion_field: str = ""
     """Field of the text that is learned after the prompt."""
+    chat_field: str = ""
+    """Field of a conversation's list of messages; the assistant's replies are learned."""
     min_characters: int = 0
     """Shorter documents are left out, and counted."""
     max_characters: int = 0
@@ -322,7 +330,8 @@ def count_parameters(config: ModelConfig) -> int:
     embeddings = (config.vocab_size + positions) * width
     head = 0 if config.tied_head else config.vocab_size * width
     head += config.vocab_size if config.head_bias else 0
-    blocks = config.num_layers * (attention + feed_forward + 2 * norm)
+    adapters = config.lora_rank * (4 * width + 2 * hidden + 4 * attention_width)  # in + out of each
+    blocks = config.num_layers * (attention + feed_forward + 2 * norm + adapters)
     return embeddings + blocks + (norm if config.final_norm else 0) + head
 
 

@@ -57,14 +57,14 @@ def _write_hugging_face(saved: SavedRun, config: ExportConfig, output: Path) -> 
     described = ExportedTokenizer(
         contents, tokenizer.vocab_size, END_OF_TEXT, tokenizer.end_of_text_id
     )
-    model = saved.config.model
+    model = saved.merged_model
     architecture_for(model)
     if config.trim_vocabulary:
         model = trimmed(model, tokenizer.vocab_size)
     with appearing(output) as folder:
         return write_folder(
             folder,
-            saved.weights(config.weights),
+            saved.merged_weights(config.weights),
             model,
             described,
             config.dtype,
@@ -80,7 +80,7 @@ def _write_keras(saved: SavedRun, config: ExportConfig, output: Path) -> list[st
     with appearing_file(output) as path:
         from tfbig.interop.keras_model import ExportedGPT
 
-        exported = ExportedGPT.of(saved.config.model)
+        exported = ExportedGPT.of(saved.merged_model)
         _fill(exported.gpt, saved, config)
         exported.save(path)
     return ["keras.models.load_model reads it after `import tfbig.interop.keras_model`"]
@@ -95,7 +95,7 @@ def _write_saved_model(saved: SavedRun, config: ExportConfig, output: Path) -> l
     tokenizer = Tokenizer.load(saved.folder.tokenizer_path)
     version = output / str(max(saved.step, 1))
     with appearing(version) as folder:
-        model = GPT.from_config(saved.config.model, initial_values=False, attention="plain")
+        model = GPT.from_config(saved.merged_model, initial_values=False, attention="plain")
         _fill(model, saved, config)
         write_saved_model(folder, model, tokenizer.vocab_size, tokenizer.end_of_text_id)
         extra = folder / "assets.extra"
@@ -106,7 +106,7 @@ def _write_saved_model(saved: SavedRun, config: ExportConfig, output: Path) -> l
 
 def _fill(model: Any, saved: SavedRun, config: ExportConfig) -> None:
     """Sets a whole model's variables to the checkpoint's weights, one at a time."""
-    weights = saved.weights(config.weights)
+    weights = saved.merged_weights(config.weights)
     for path, variable in model.canonical_variables().items():
         variable.assign(weights.read(path))
 

@@ -23,6 +23,7 @@ from tfbig.config import Config, count_parameters, to_dict
 from tfbig.errors import UserError
 from tfbig.loop import Progress
 from tfbig.run_folder import RunFolder
+from tfbig.variables import num_trained_parameters
 
 # A resume may change how a run is executed, how long it is and what is logged; the rest is the
 # run's identity.
@@ -49,6 +50,8 @@ MAY_DIFFER = (
 )
 # Of the parallel section, what the numbers depend on must match all the same.
 MUST_MATCH = ("parallel.precision",)
+# Fields that earlier versions' checkpoints lack, with the value that their runs had.
+ADDED_SINCE = {"model.lora_rank": 0, "model.lora_alpha": 16.0, "optimizer.freeze": ()}
 FLOAT32_BYTES = 4
 SAVE_TIMEOUT = 1800.0  # seconds that rank 0 waits for the other ranks' parts
 
@@ -62,7 +65,9 @@ def identity(config: Config, data_identity: dict[str, Any]) -> dict[str, Any]:
     """
     flat = flatten_fields(to_dict(config)) | flatten_fields({"data": data_identity})
     return {
-        name: value for name, value in flat.items() if name in MUST_MATCH or not _may_differ(name)
+        name: value
+        for name, value in flat.items()
+        if (name in MUST_MATCH or not _may_differ(name)) and value != ADDED_SINCE.get(name)
     }
 
 
@@ -74,8 +79,9 @@ def _may_differ(name: str) -> bool:
 def state_bytes(config: Config) -> int:
     """Returns the bytes of a run's checkpoint: weights, AdamW's two slots, moving averages."""
     optimizer = config.optimizer
-    copies = 1 + 2 * (optimizer.optimizer == "adamw") + (optimizer.ema_decay > 0)
-    return FLOAT32_BYTES * copies * count_parameters(config.model)
+    copies = 2 * (optimizer.optimizer == "adamw") + (optimizer.ema_decay > 0)
+    trained = num_trained_parameters(config.model, optimizer.freeze)
+    return FLOAT32_BYTES * (count_parameters(config.model) + copies * trained)
 
 
 def check_room(config: Config, folder: RunFolder) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tfbig.adapters import MergedReader, merged_model
 from tfbig.checkpoint import list_checkpoints
 from tfbig.checkpoint_reader import CheckpointReader
-from tfbig.config import Config, from_dict
+from tfbig.config import Config, ModelConfig, from_dict
 from tfbig.errors import UserError
 from tfbig.parallel_config import ParallelConfig
 from tfbig.run_folder import RunFolder
@@ -28,14 +29,22 @@ class AverageReader:
         self._reader = reader
 
     def has(self, path: str) -> bool:
-        """Returns whether there is an average of `path`."""
-        return self._reader.has(AVERAGE + path)
+        """Returns whether there is an average of `path`, or a weight that is its own."""
+        return self._reader.has(self._name(path))
 
     def read(
         self, path: str, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None
     ) -> np.ndarray:
         """Returns the average of `path`, or a slice of it."""
-        return self._reader.read(AVERAGE + path, start, shape)
+        return self._reader.read(self._name(path), start, shape)
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """Returns the whole shape of `path`."""
+        return self._reader.shape(path)
+
+    def _name(self, path: str) -> str:
+        """Returns what is read for `path`: variables that are not trained have no average."""
+        return AVERAGE + path if self._reader.has(AVERAGE + path) else path
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,22 @@ class SavedRun:
                 "with --ema_decay do."
             )
         return AverageReader(self.reader)
+
+    def merged_weights(self, kind: str) -> Any:
+        """Returns what the weights of `merged_model` are read from.
+
+        Args:
+          kind: as for `weights`.
+        """
+        weights = self.weights(kind)
+        if not self.config.model.lora_rank:
+            return weights
+        return MergedReader(weights, self.config.model.lora_alpha)
+
+    @property
+    def merged_model(self) -> ModelConfig:
+        """The model with its adapters, if it has any, merged into its kernels."""
+        return merged_model(self.config.model)
 
     def with_parallel(self, values: dict[str, Any]) -> Config:
         """Returns the run's configuration on another layout.

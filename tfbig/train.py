@@ -29,6 +29,7 @@ from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import ProfileConfig
 from tfbig.run_folder import RunFolder, archive_for_restart
 from tfbig.validation import validate
+from tfbig.variables import is_adapter, num_trained_parameters
 
 COMMON_FLAGS = (
     "preset list_presets data source strategy run_dir steps global_batch microbatches"
@@ -275,7 +276,7 @@ def open_initial(config: Config) -> Any:
 
     if not config.run.init_from:
         return None
-    reader = open_weights(config.run.init_from)
+    reader = open_weights(config.run.init_from, config.model)
     for spec in variable_specs(config.model):
         if reader.has(spec.path) and reader.shape(spec.path) != spec.shape:
             raise UserError(
@@ -289,9 +290,13 @@ def open_initial(config: Config) -> Any:
 def initialise_from(reader: Any, trainer: Any) -> None:
     """Fills the weights from another run's checkpoint; the optimizer stays fresh."""
     missing = trainer.load_state(reader, weights_only=True)
-    if missing and trainer.rank == 0:
+    adapters = [path for path in missing if is_adapter(path)]
+    named = [path for path in missing if path not in adapters]
+    if adapters:
+        named.append(f"{len(adapters)} variables of adapters (lora_a, lora_b)")
+    if named and trainer.rank == 0:
         print(
-            f"{reader.directory} lacks {', '.join(missing)}: they keep their initial values",
+            f"{reader.directory} lacks {', '.join(named)}: they keep their initial values",
             flush=True,
         )
 
@@ -301,9 +306,12 @@ def introduce(
 ) -> None:
     """Prints what is about to be trained."""
     run, parallel = config.run, config.parallel
+    num_parameters = count_parameters(config.model)
+    num_trained = num_trained_parameters(config.model, config.optimizer.freeze)
+    trained = f" ({num_trained:,} trained)" if num_trained < num_parameters else ""
     microbatch = run.global_batch // (trainer.num_replicas * parallel.microbatches)
     print(
-        f"{run.preset}: {count_parameters(config.model):,} parameters, {parallel.precision}, "
+        f"{run.preset}: {num_parameters:,} parameters{trained}, {parallel.precision}, "
         f"{config.data.sequence_length} tokens a sample\n"
         f"{parallel.strategy}: {trainer.size} processes, {trainer.num_replicas} replicas; "
         f"global batch {run.global_batch} = {trainer.num_replicas} replicas x "

@@ -1,14 +1,16 @@
 """What a configuration must satisfy, each rule with the arithmetic that breaks it. TF-free."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
 from tfbig.config import Config, ModelConfig, OptimizerConfig, RunConfig
-from tfbig.errors import UserError
+from tfbig.errors import UserError, near_matches
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import profile_problems
 from tfbig.recomputation_mode import group_size
 from tfbig.recomputation_mode import problem as recomputation_problem
+from tfbig.variables import is_trained, variable_specs
 
 _MAX_SEED = 2**31 - 1
 
@@ -30,6 +32,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _run_problems(config.run)
     yield from _parallel_problems(config.parallel)
     yield from profile_problems(config.profile)
+    yield from _adapter_problems(config)
     length, positions = config.data.sequence_length, config.model.max_length
     if length < 1:
         yield f"--sequence_length={length}: a sample feeds at least 1 token."
@@ -76,6 +79,32 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         yield "--parallel_residual needs --norm_order=pre: its sublayers share one residual sum."
     if model.tied_head and model.head_bias:
         yield "--head_bias needs an untied head: add --notied_head."
+
+
+def _adapter_problems(config: Config) -> Iterator[str]:
+    model, freeze = config.model, config.optimizer.freeze
+    if model.lora_rank < 0:
+        yield f"--lora_rank={model.lora_rank} must be at least 0."
+        return
+    if not 0 < model.lora_alpha < math.inf:
+        yield f"--lora_alpha={model.lora_alpha} must be above 0 and finite."
+    if min(model.num_heads, model.num_layers) < 1:
+        return  # said above
+    paths = [spec.path for spec in variable_specs(model)]
+    without = dataclasses.replace(model, lora_rank=0)
+    for pattern in freeze:
+        if all(is_trained(path, without, [pattern]) for path in paths):
+            yield (
+                f"--freeze={pattern} matches no variable.{near_matches(pattern, paths)}"
+                f" The first is {paths[0]}."
+            )
+    if not any(is_trained(path, model, freeze) for path in paths):
+        yield "--freeze leaves nothing to train."
+    if config.parallel.sharding_level and (model.lora_rank or freeze):
+        yield (
+            "--lora_rank and --freeze leave little state to share and don't go with"
+            " --shard_optimizer_state, --shard_gradients or --shard_parameters: leave one out."
+        )
 
 
 def _near_divisor(number: int, wanted: int) -> int:

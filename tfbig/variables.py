@@ -7,6 +7,7 @@ process or Keras build holds it: `transformer_blocks/17/att/qkv/kernel`.
 import fnmatch
 import functools
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from tfbig.config import ModelConfig
@@ -20,6 +21,8 @@ class VariableRule(NamedTuple):
     initial_value: InitialValue
     decayed: bool
     shard_dim: int | None  # the dim that tensor parallelism splits; None: replicated
+    # Replicated, but each device of a tensor group sees only its own share of the gradient.
+    partial_gradient: bool = False
 
 
 class VariableSpec(NamedTuple):
@@ -50,6 +53,14 @@ VARIABLE_RULES: dict[str, VariableRule] = {
     "transformer_blocks/*/ffn/down/bias": VariableRule("zeros", False, None),
     "transformer_blocks/*/layernorm?/gamma": VariableRule("ones", False, None),
     "transformer_blocks/*/layernorm?/beta": VariableRule("zeros", False, None),
+    "transformer_blocks/*/att/qkv/lora_a": VariableRule("normal", True, None, True),
+    "transformer_blocks/*/att/qkv/lora_b": VariableRule("zeros", True, 2),
+    "transformer_blocks/*/att/out/lora_a": VariableRule("normal", True, 0),
+    "transformer_blocks/*/att/out/lora_b": VariableRule("zeros", True, None, True),
+    "transformer_blocks/*/ffn/up/lora_a": VariableRule("normal", True, None, True),
+    "transformer_blocks/*/ffn/up/lora_b": VariableRule("zeros", True, 1),
+    "transformer_blocks/*/ffn/down/lora_a": VariableRule("normal", True, 0),
+    "transformer_blocks/*/ffn/down/lora_b": VariableRule("zeros", True, None, True),
     "final_norm/gamma": VariableRule("ones", False, None),
     "final_norm/beta": VariableRule("zeros", False, None),
     "dense/kernel": VariableRule("normal", True, 1),
@@ -67,6 +78,30 @@ def variable_rule(path: str) -> VariableRule:
     rows = [rule for pattern, rule in VARIABLE_RULES.items() if fnmatch.fnmatchcase(path, pattern)]
     assert len(rows) == 1, f"{path} matches {len(rows)} rows of VARIABLE_RULES"
     return rows[0]
+
+
+def is_adapter(path: str) -> bool:
+    """Returns whether a variable is one of a LoRA adapter's two."""
+    return path.endswith(("/lora_a", "/lora_b"))
+
+
+def is_trained(path: str, config: ModelConfig, freeze: Sequence[str]) -> bool:
+    """Returns whether a run changes a variable; others have no gradient and no slots.
+
+    Args:
+      path: canonical.
+      config: the model; with adapters only they are trained.
+      freeze: paths, beginnings of paths or patterns of what is not trained.
+
+    >>> is_trained("transformer_blocks/0/ffn/up/bias", ModelConfig(), ["transformer_blocks/0"])
+    False
+    """
+    if config.lora_rank and not is_adapter(path):
+        return False
+    return not any(
+        fnmatch.fnmatchcase(path, pattern) or path.startswith(pattern.rstrip("/") + "/")
+        for pattern in freeze
+    )
 
 
 # Where the devices don't divide the vocabulary, each one's part is a multiple of this.
@@ -100,10 +135,36 @@ def valid_part_of(length: int, num_parts: int, index: int) -> tuple[int, int]:
     return min(start, length), max(0, min(own, length - start))
 
 
+def num_trained_parameters(config: ModelConfig, freeze: Sequence[str] = ()) -> int:
+    """Returns how many of the model's parameters a run changes.
+
+    Args:
+      config: the model.
+      freeze: as for `is_trained`.
+    """
+    return sum(
+        spec.num_elements
+        for spec in variable_specs(config)
+        if is_trained(spec.path, config, freeze)
+    )
+
+
 def _block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     width, hidden = config.embed_dim, config.hidden_dim
     heads, head_dim = config.num_heads, config.attention_head_dim
+    rank = config.lora_rank
+    adapters = {
+        "att/qkv/lora_a": (width, rank),
+        "att/qkv/lora_b": (rank, 3, heads, head_dim),
+        "att/out/lora_a": (heads, head_dim, rank),
+        "att/out/lora_b": (rank, width),
+        "ffn/up/lora_a": (width, rank),
+        "ffn/up/lora_b": (rank, hidden),
+        "ffn/down/lora_a": (hidden, rank),
+        "ffn/down/lora_b": (rank, width),
+    }
     return {
+        **(adapters if rank else {}),
         "layernorm1/gamma": (width,),
         "layernorm1/beta": (width,),
         "att/qkv/kernel": (width, 3, heads, head_dim),

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfbig.checkpoint_format import Slice
 from tfbig.config import Config
+from tfbig.errors import UserError
 from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
 from tfbig.step_spans import Spans
@@ -154,6 +155,7 @@ class PipelineTrainer(Trainer):
                 ),
                 training,
                 config.parallel.jit_compile,
+                config.optimizer.freeze,
             )
             for chunk in range(self._num_chunks)
         ]
@@ -161,14 +163,17 @@ class PipelineTrainer(Trainer):
         self._shards = shard_table(config.model, variables, self.places, self.mesh.sizes)
         for path, shard in self._shards.items():
             assert tuple(variables[path].shape) == shard.local_shape, path
-        self._optimizer = self._make_optimizer(variables, training)
+        trained = {path: variables[path] for chunk in self._chunks for path in chunk.trained}
+        if training and any(not chunk.trained for chunk in self._chunks):
+            raise UserError("--freeze leaves a stage nothing to train: freeze less, or cut less.")
+        self._optimizer = self._make_optimizer(trained, training)
         self._loss_scale = LossScale(config)
         state = self._optimizer.state() | self._loss_scale.state()
         self._state = TensorState(self._shards, variables, state, self.rank == 0)
         has_head = self._place == self._degree - 1
         self._update = Update(
             config,
-            self._shards,
+            {path: self._shards[path] for path in trained},
             self._groups,
             self._optimizer,
             self._loss_scale,

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfbig.model.context import Context, make_context
 from tfbig.model.gpt import GPT
+from tfbig.variables import is_trained
 from trainers.base import Batch
 from trainers.gradients import BatchSums, microbatch
 from trainers.passes import Passes, flat_function
@@ -33,20 +34,32 @@ class Chunk:
       model: a GPT with a block range.
       training: whether there will be backward passes.
       jit_compile: whether XLA compiles the passes; never where they hold collectives.
+      freeze: of OptimizerConfig.
+
+    Attributes:
+      variables: by canonical path, those that are trained first.
+      trained: paths of these.
     """
 
-    def __init__(self, model: GPT, training: bool = True, jit_compile: bool = False) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        training: bool = True,
+        jit_compile: bool = False,
+        freeze: Sequence[str] = (),
+    ) -> None:
         self.model = model
         self._jit_compile = jit_compile
-        self._keras_variables: list[keras.Variable] = list(model.canonical_variables().values())
-        self.variables: dict[str, tf.Variable] = {
-            path: variable.value for path, variable in model.canonical_variables().items()
-        }
+        found = model.canonical_variables()
+        self.trained = [path for path in found if is_trained(path, model.config, freeze)]
+        found = {path: found[path] for path in [*self.trained, *found]}
+        self._keras_variables: list[keras.Variable] = list(found.values())
+        self.variables: dict[str, tf.Variable] = {path: v.value for path, v in found.items()}
         self._weights: list[tf.Tensor] = []
         self._totals = (
             [
                 tf.Variable(tf.zeros(variable.shape), trainable=False, name="total")
-                for variable in self._keras_variables
+                for variable in self._keras_variables[: len(self.trained)]
             ]
             if training
             else []
@@ -93,7 +106,9 @@ class Chunk:
         if key not in self._passes:
             self._passes[key] = self._make_passes(batch, num_microbatches)
         inputs = [] if hidden is None else [hidden]
-        arguments = [*self._weights, *inputs, tf.constant(index), step, *_in_order(batch)]
+        num_trained = len(self.trained)
+        trained, frozen = self._weights[:num_trained], self._weights[num_trained:]
+        arguments = [*trained, *inputs, *frozen, tf.constant(index), step, *_in_order(batch)]
         results, kept = self._passes[key].forward(arguments)
         self._pending[index] = Pending(self._passes[key], arguments, kept)
         return BatchSums(*results) if self.model.has_head else results[0]
@@ -109,9 +124,9 @@ class Chunk:
         gradients = passes.backward(
             arguments, kept, tf.constant(1.0) if upstream is None else upstream
         )
-        num_weights = len(self._weights)
+        num_weights = len(self.trained)
         if not self._accumulate:
-            specs = [tf.TensorSpec.from_tensor(weight) for weight in self._weights]
+            specs = [tf.TensorSpec.from_tensor(weight) for weight in self._weights[:num_weights]]
             self._accumulate = {
                 is_first: flat_function(functools.partial(self._add, is_first), specs)
                 for is_first in (True, False)
@@ -131,7 +146,7 @@ class Chunk:
     def take_totals(self) -> dict[str, tf.Tensor]:
         """Returns the gradients summed over the step's microbatches, and begins anew."""
         self._num_added = 0
-        return dict(zip(self.variables, self._totals, strict=True))
+        return dict(zip(self.trained, self._totals, strict=True))
 
     def decode(self, hidden: tf.Tensor | None, history: TokenHistory) -> tf.Tensor:
         """Returns the hidden state (B, L, D), or the last chunk's logits (B, V) of the last tokens.
@@ -154,7 +169,8 @@ class Chunk:
 
     def _make_passes(self, batch: Batch, num_microbatches: int) -> Passes:
         """Returns the training passes over one microbatch of such a batch."""
-        names, num_weights = sorted(batch), len(self._weights)
+        names, num_weights, num_trained = sorted(batch), len(self._weights), len(self.trained)
+        specs = [tf.TensorSpec.from_tensor(weight) for weight in self._weights]
         size, length = batch["tokens"].shape[0] // num_microbatches, batch["tokens"].shape[1] - 1
         hidden_spec = tf.TensorSpec(
             [size, self.model.split.own_length(length), self.model.config.embed_dim],
@@ -163,8 +179,10 @@ class Chunk:
         inputs = [] if self.model.has_embedding else [hidden_spec]
 
         def run(*arguments: tf.Tensor) -> Sequence[tf.Tensor]:
-            weights, rest = arguments[:num_weights], list(arguments[num_weights:])
+            trained, rest = arguments[:num_trained], list(arguments[num_trained:])
             hidden = rest.pop(0) if inputs else None
+            num_frozen = num_weights - num_trained
+            weights, rest = [*trained, *rest[:num_frozen]], rest[num_frozen:]
             index, step, *values = rest
             part = dict(zip(names, values, strict=True))
             result = self._pass(weights, hidden, part, index, num_microbatches, step, True)
@@ -173,13 +191,14 @@ class Chunk:
         return Passes(
             run,
             [
-                *map(tf.TensorSpec.from_tensor, self._weights),
+                *specs[:num_trained],
                 *inputs,
+                *specs[num_trained:],
                 tf.TensorSpec([], tf.int32),
                 tf.TensorSpec([], tf.int64),
                 *map(tf.TensorSpec.from_tensor, _in_order(batch)),
             ],
-            num_weights + len(inputs),
+            num_trained + len(inputs),
             tf.TensorSpec([], tf.float32) if self.model.has_head else hidden_spec,
             self._jit_compile,
         )

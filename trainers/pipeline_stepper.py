@@ -102,7 +102,7 @@ class Stepper:
         self.seconds = {"forward": 0.0, "backward": 0.0}
         self.passes = {"forward": [], "backward": []}
         for chunk in self._chunks:
-            chunk.begin(weights and {path: weights[path] for path in chunk.variables})
+            chunk.begin(weights and {p: weights.get(p, v) for p, v in chunk.variables.items()})
         for action in program.actions:
             if isinstance(action, Exchange):
                 send = made.pop(action.send) if action.send else None

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfbig.config import Config
 from tfbig.loss_scale import LossScale
 from tfbig.optimizer import decide, mean_norms
+from tfbig.variables import variable_rule
 from trainers.base import Batch, StepResult
 from trainers.buckets import flatten, unflatten
 from trainers.clock import Clock
@@ -62,13 +63,18 @@ class Update:
     def _reduce(self, gradients: Gradients, clock: Clock | None = None) -> Any:
         """Returns gradients summed over all ranks that hold a share of them."""
         reduced = dict(gradients)
-        replicated = [path for path, shard in self._shards.items() if not shard.is_sharded]
-        if self._config.parallel.sequence_parallel and self._groups.tensor.size > 1:
-            # Each rank saw its own positions only.
+        sequence_parallel = self._config.parallel.sequence_parallel
+        # With sequence parallelism each rank saw its own positions only.
+        replicated = [
+            path
+            for path, shard in self._shards.items()
+            if not shard.is_sharded and (sequence_parallel or variable_rule(path).partial_gradient)
+        ]
+        if replicated and self._groups.tensor.size > 1:
             flat = flatten(reduced, replicated)
             flat = self._groups.tensor.all_reduce(flat, "replicated", clock=clock)
             reduced |= unflatten(flat, self._shapes, replicated)
-        if self._groups.tied is not None:
+        if self._groups.tied is not None and TOKEN_TABLE in reduced:
             table = self._groups.tied.all_reduce(reduced[TOKEN_TABLE], "table", clock=clock)
             reduced[TOKEN_TABLE] = table
         return self._optimizer.reduce(reduced, clock)

@@ -21,7 +21,7 @@ from tfbig.optimizer import (
     squared_norms_by_layer,
 )
 from tfbig.step_spans import Spans
-from tfbig.variables import variable_rule
+from tfbig.variables import is_trained, variable_rule
 from trainers.base import Batch, StateReader, StepResult, Trainer
 from trainers.clock import Clock, seconds_in_flight
 from trainers.decode_cache import DecodeCache
@@ -33,13 +33,18 @@ from trainers.step_totals import pack, unpack
 class Local(NamedTuple):
     """The variables of one replica, on one device."""
 
-    variables: dict[str, tf.Variable]
+    variables: dict[str, tf.Variable]  # those that are trained
+    frozen: dict[str, tf.Variable]
     optimizer: Any  # Optimizer, or what a strategy has in its place
     loss_scale: LossScale
 
+    def weights(self) -> dict[str, tf.Variable]:
+        """Returns all of the model's variables by canonical path."""
+        return self.variables | self.frozen
+
     def state(self) -> dict[str, tf.Variable]:
         """Returns weights, slots and scalars by checkpoint path."""
-        return self.variables | self.optimizer.state() | self.loss_scale.state()
+        return self.weights() | self.optimizer.state() | self.loss_scale.state()
 
 
 class ReplicaTrainer(Trainer):
@@ -58,7 +63,7 @@ class ReplicaTrainer(Trainer):
         self._intervals: dict[str, tf.Tensor] = {}
         self._train = tf.function(self._train_graph, autograph=False)
         self._evaluate = tf.function(self._evaluate_graph, autograph=False)
-        self._decoder = Decoder(self.model, self._variables, self._vocab_size)
+        self._decoder = Decoder(self.model, self._locals[0].weights(), self._vocab_size)
 
     # What a strategy adds.
 
@@ -84,9 +89,13 @@ class ReplicaTrainer(Trainer):
         return [self._make_local(variables, training)]
 
     def _make_local(self, variables: dict[str, tf.Variable], training: bool) -> Local:
-        decayed = {path: variable_rule(path).decayed for path in variables}
-        optimizer = Optimizer(self.config.optimizer, variables, decayed, training)
-        return Local(variables, optimizer, LossScale(self.config))
+        config = self.config
+        freeze = config.optimizer.freeze
+        trained = {p: v for p, v in variables.items() if is_trained(p, config.model, freeze)}
+        frozen = {path: v for path, v in variables.items() if path not in trained}
+        decayed = {path: variable_rule(path).decayed for path in trained}
+        optimizer = Optimizer(config.optimizer, trained, decayed, training)
+        return Local(trained, frozen, optimizer, LossScale(config))
 
     def _local(self) -> Local:
         """Returns the replica that the calling graph is part of."""
@@ -178,7 +187,7 @@ class ReplicaTrainer(Trainer):
 
     def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:
         local = self._locals[0]
-        wanted = local.variables if weights_only else local.state()
+        wanted = local.weights() if weights_only else local.state()
         missing = [path for path in wanted if not reader.has(path)]
         for path, variable in wanted.items():
             if reader.has(path):
@@ -260,6 +269,7 @@ class ReplicaTrainer(Trainer):
             averages = self._local().optimizer.averages()
             assert averages, "this run keeps no moving average"
             for path, variable in self.model.canonical_variables().items():
-                scope.add_update((variable, tf.convert_to_tensor(averages[path])))
+                if path in averages:  # a frozen variable is its own average
+                    scope.add_update((variable, tf.convert_to_tensor(averages[path])))
         with scope if weights == "ema" else contextlib.nullcontext():
             return forward(self.model, batch, tf.constant(0, tf.int64), training=False)

@@ -70,7 +70,7 @@ class ShardedTrainer(HorovodTrainer):
             self._data,
             training,
         )
-        return Local(variables, optimizer, LossScale(self.config))
+        return Local(variables, {}, optimizer, LossScale(self.config))
 
     def _flat_buckets(self) -> list[FlatBucket]:
         sizes = model_sizes(self.config.model)

@@ -239,3 +239,72 @@ def test_a_dry_run_estimates_and_writes_nothing(with_tokenizer, corpus, tmp_path
     exact = sum(c["tokens"] + c["dropped_tokens"] for split in counts for c in split)
     assert f"tokens     {exact:,}" in text
     assert SEQUENCE_LENGTH == data.sequence_length
+
+
+def test_replies_of_a_conversation_are_learned_and_what_precedes_them_is_read(
+    with_tokenizer, tmp_path
+):
+    source = tmp_path / "chats.jsonl"
+    records = []
+    for n in range(60):
+        turns = [
+            {"role": "system", "content": "Add."},
+            {"role": "user", "content": f"{n} + 1?"},
+            {"role": "assistant", "content": f"It is {n + 1}."},
+            {"role": "user", "content": "And one more?"},
+            {"role": "assistant", "content": f"Then {n + 2}."},
+        ]
+        if n % 2:  # ShareGPT's names
+            names = {"user": "human", "assistant": "gpt", "system": "system"}
+            turns = [{"from": names[t["role"]], "value": t["content"]} for t in turns]
+        records.append({"conversation": {"messages": turns}})
+    records.append({"conversation": {"messages": [{"role": "user", "content": "Hello?"}]}})
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = dataclasses.replace(
+        with_tokenizer,
+        source=str(source),
+        chat_field="conversation.messages",
+        packing="best_fit",
+        document_mask=True,
+        sequence_length=100,
+        validation_fraction=0.3,
+    )
+    data = TokenData.open(prepare(config, quiet))
+    first, second = (
+        [f"{word} {n + k}." for n in range(60)] for k, word in ((1, "It is"), (2, "Then"))
+    )
+    by_split = []
+    for split in data.splits:
+        batch = everything(data, split)
+        learned = data.tokenizer.decode(batch["tokens"][:, 1:][batch["loss_mask"] == 1])
+        by_split.append({reply.strip() for reply in learned.split("<|endoftext|>") if reply})
+        read = data.tokenizer.decode(batch["tokens"].ravel())
+        assert "assistant: It is 3.\n\nuser: And one more?\n\nassistant: Then 4." in read or (
+            "Then 4." not in by_split[-1]
+        )
+        # Everything of a reply's row position belongs to one document each.
+        ids = batch["document_ids"]
+        assert np.array_equal(
+            np.diff(ids, axis=1) == 1, batch["tokens"][:, 1:] == data.end_of_text_id
+        )
+    assert set().union(*by_split) == {*first, *second}
+    assert len(by_split) > 1 and not by_split[0] & by_split[1]
+    for n in range(60):  # both replies of a conversation are in one split
+        assert any({first[n], second[n]} <= replies for replies in by_split)
+
+
+@pytest.mark.parametrize(
+    "record, words",
+    [
+        ({"messages": "text"}, 'has no list of messages in "messages"'),
+        ({"messages": [{"role": "user"}]}, 'has a message without "role" and "content"'),
+        ({"messages": [{"role": "user", "content": 3}]}, "whose role or content is no string"),
+    ],
+)
+def test_what_is_no_conversation_is_named(with_tokenizer, tmp_path, record, words):
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps(record) + "\n")
+    config = dataclasses.replace(with_tokenizer, source=str(source), chat_field="messages")
+    with pytest.raises(UserError) as error:
+        prepare(config, quiet)
+    assert "chats.jsonl line 1" in str(error.value) and words in str(error.value)

@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tfbig.adapters import MergedReader, has_adapters
 from tfbig.checkpoint_reader import CheckpointReader
+from tfbig.config import ModelConfig
 from tfbig.errors import UserError
 from tfbig.interop.hugging_face_folder import (
     TOKENIZER,
@@ -14,19 +16,35 @@ from tfbig.interop.hugging_face_folder import (
 )
 
 
-def open_weights(path: str | os.PathLike[str]) -> CheckpointReader | HuggingFaceFolder:
+def open_weights(
+    path: str | os.PathLike[str], model: ModelConfig
+) -> CheckpointReader | HuggingFaceFolder | MergedReader:
     """Returns the reader of the weights that a run starts from.
+
+    A checkpoint's adapters are gone on with by a model that has such, and merged for one without.
 
     Args:
       path: a checkpoint's directory, or a folder as transformers saves a model.
+      model: of the run.
 
     Raises:
-      UserError: it is neither, or a pickle.
+      UserError: it is neither, or a pickle, or its adapters are of another scale.
     """
     refuse_pickle(path)
     if is_hugging_face_folder(path):
         return HuggingFaceFolder(path)
-    return CheckpointReader(path)
+    reader = CheckpointReader(path)
+    if not has_adapters(reader.paths()):
+        return reader
+    alpha = float(reader.manifest["config"]["model"]["lora_alpha"])
+    if not model.lora_rank:
+        return MergedReader(reader, alpha)
+    if alpha != model.lora_alpha:
+        raise UserError(
+            f"{path} has adapters of --lora_alpha={alpha}, this run of {model.lora_alpha}: they "
+            "would mean something else."
+        )
+    return reader
 
 
 def model_fields(init_from: str) -> dict[str, Any]:

@@ -4,7 +4,8 @@ B = batch, T = time, D = width, H = heads, d = head_dim.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -36,6 +37,7 @@ class CausalSelfAttention(keras.layers.Layer):
       path: name of its collectives.
       blockwise: attends where it serves; None means the plain form at every length.
       recomputes: whether the plain form's scores are made again in the backward pass.
+      lora: arguments of the projections' adapters.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class CausalSelfAttention(keras.layers.Layer):
         path: str = "",
         blockwise: BlockwiseAttention | None = None,
         recomputes: bool = False,
+        lora: Mapping[str, Any] | None = None,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
@@ -60,8 +63,9 @@ class CausalSelfAttention(keras.layers.Layer):
         self.first_head, num_heads = split.part(num_heads)
         dtype = self.dtype_policy
         with keras.name_scope(self.name):
-            self.qkv = Projection((embed_dim,), (3, num_heads, head_dim), name="qkv", dtype=dtype)
-            self.out = Projection((num_heads, head_dim), (embed_dim,), name="out", dtype=dtype)
+            made = (3, num_heads, head_dim)
+            self.qkv = Projection((embed_dim,), made, name="qkv", dtype=dtype, **(lora or {}))
+            self.out = Projection(made[1:], (embed_dim,), name="out", dtype=dtype, **(lora or {}))
         self.built = True
 
     def call(
@@ -119,6 +123,7 @@ class FeedForward(keras.layers.Layer):
       activation: "relu", "gelu" (arXiv 1606.08415) or "gelu_tanh", the form that GPT-2 uses.
       split: which part of the width between the projections is here.
       path: name of its collectives.
+      lora: arguments of the projections' adapters.
     """
 
     def __init__(
@@ -129,6 +134,7 @@ class FeedForward(keras.layers.Layer):
         *,
         split: TensorSplit = WHOLE,
         path: str = "",
+        lora: Mapping[str, Any] | None = None,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
@@ -136,8 +142,10 @@ class FeedForward(keras.layers.Layer):
         _, ff_dim = split.part(ff_dim)
         dtype = self.dtype_policy
         with keras.name_scope(self.name):
-            self.up = Projection((embed_dim,), (ff_dim,), name="up", dtype=dtype)
-            self.down = Projection((ff_dim,), (embed_dim,), name="down", dtype=dtype)
+            self.up = Projection((embed_dim,), (ff_dim,), name="up", dtype=dtype, **(lora or {}))
+            self.down = Projection(
+                (ff_dim,), (embed_dim,), name="down", dtype=dtype, **(lora or {})
+            )
         self.built = True
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
@@ -170,6 +178,8 @@ class TransformerBlock(keras.layers.Layer):
       split: which part of the block's width is here.
       blockwise: the blockwise attention that all blocks of a model share, or None.
       recomputes_attention: whether attention scores are made again in the backward pass.
+      lora_rank: rank of an adapter beside each projection; 0 means none.
+      lora_alpha: its product is multiplied by lora_alpha / lora_rank.
     """
 
     def __init__(
@@ -192,9 +202,12 @@ class TransformerBlock(keras.layers.Layer):
         split: TensorSplit = WHOLE,
         blockwise: BlockwiseAttention | None = None,
         recomputes_attention: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float = 16.0,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
+        lora = {"lora_rank": lora_rank, "lora_alpha": lora_alpha}
         self.rate, self.norm_order, self.index, self.seed = rate, norm_order, index, seed
         self.split, self.parallel_residual = split, parallel_residual
         dtype = self.dtype_policy
@@ -210,6 +223,7 @@ class TransformerBlock(keras.layers.Layer):
                 path=f"block_{index}.att",
                 blockwise=blockwise,
                 recomputes=recomputes_attention,
+                lora=lora,
                 name="att",
                 dtype=dtype,
             )
@@ -219,6 +233,7 @@ class TransformerBlock(keras.layers.Layer):
                 activation,
                 split=split,
                 path=f"block_{index}.ffn",
+                lora=lora,
                 name="ffn",
                 dtype=dtype,
             )

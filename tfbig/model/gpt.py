@@ -187,6 +187,8 @@ class GPT(keras.Model):
             split=self.split,
             blockwise=self._blockwise,
             recomputes_attention=self._checkpointing == "attention",
+            lora_rank=config.lora_rank,
+            lora_alpha=config.lora_alpha,
             name=f"transformer_blocks_{index}",
             dtype=policy,
         )
@@ -223,7 +225,11 @@ class GPT(keras.Model):
 
     def weight_dtype(self, path: str) -> str:
         """Returns the dtype that the layers compute with a weight in."""
-        return self.compute_dtype if path.endswith(("/kernel", "/bias")) else "float32"
+        return (
+            self.compute_dtype
+            if path.endswith(("/kernel", "/bias", "/lora_a", "/lora_b"))
+            else "float32"
+        )
 
     def embed(self, tokens: tf.Tensor, context: Context | None = None) -> tf.Tensor:
         """Returns the hidden state (B, T, D) that enters the first block."""

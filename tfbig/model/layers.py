@@ -71,6 +71,10 @@ class Projection(keras.layers.Layer):
       input_shape: dims that are summed over, e.g. (D,) or (H, head_dim).
       output_shape: dims that take their place, e.g. (3, H, head_dim) or (D,).
       use_bias: whether a bias of the output's shape is added.
+      lora_rank: rank of an adapter beside the kernel; 0 means none.
+      lora_alpha: its product is multiplied by lora_alpha / lora_rank.
+
+    Source of the adapter: LoRA (arXiv 2106.09685, section 4.1).
     """
 
     def __init__(
@@ -78,9 +82,13 @@ class Projection(keras.layers.Layer):
         input_shape: tuple[int, ...],
         output_shape: tuple[int, ...],
         use_bias: bool = True,
+        *,
+        lora_rank: int = 0,
+        lora_alpha: float = 16.0,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
+        self.lora_rank, self.lora_alpha = lora_rank, lora_alpha
         self.summed, self.made, self.use_bias = tuple(input_shape), tuple(output_shape), use_bias
         self.kernel = self.add_weight(
             shape=(*self.summed, *self.made), initializer="zeros", name="kernel"
@@ -88,6 +96,13 @@ class Projection(keras.layers.Layer):
         self.bias = (
             self.add_weight(shape=self.made, initializer="zeros", name="bias") if use_bias else None
         )
+        if lora_rank:
+            self.lora_a = self.add_weight(
+                shape=(*self.summed, lora_rank), initializer="zeros", name="lora_a"
+            )
+            self.lora_b = self.add_weight(
+                shape=(lora_rank, *self.made), initializer="zeros", name="lora_b"
+            )
         self.built = True
 
     def call(
@@ -102,7 +117,10 @@ class Projection(keras.layers.Layer):
         num_in, num_out = math.prod(self.summed), math.prod(self.made)
         kernel = tf.reshape(tf.convert_to_tensor(self.kernel), [num_in, num_out])
         leading = tf.shape(x)[: x.shape.rank - len(self.summed)]  # (B, T)
-        x = tf.matmul(tf.reshape(x, [-1, num_in]), kernel)  # (B*T, out)
+        flat = tf.reshape(x, [-1, num_in])  # (B*T, in)
+        x = tf.matmul(flat, kernel)  # (B*T, out)
+        if self.lora_rank:
+            x += self._adapted(flat, num_in, num_out)
         if leave is not None:
             x = leave(tf.reshape(x, tf.concat([leading, [num_out]], 0)))  # (B, T, out)
             leading = tf.shape(x)[:2]
@@ -110,9 +128,21 @@ class Projection(keras.layers.Layer):
             x = tf.nn.bias_add(x, tf.reshape(tf.convert_to_tensor(self.bias), [num_out]))
         return tf.reshape(x, tf.concat([leading, self.made], 0))  # (B, T, *output_shape)
 
+    def _adapted(self, flat: tf.Tensor, num_in: int, num_out: int) -> tf.Tensor:
+        """Returns the adapter's share (B*T, out); where kernels are shared, of this part's inputs.
+
+        Both products are linear, so that shares are summed with the kernel's own.
+        """
+        down = tf.reshape(tf.convert_to_tensor(self.lora_a), [num_in, self.lora_rank])
+        up = tf.reshape(tf.convert_to_tensor(self.lora_b), [self.lora_rank, num_out])
+        scale = tf.cast(self.lora_alpha / self.lora_rank, flat.dtype)
+        return tf.matmul(tf.matmul(flat, down), up) * scale
+
     def get_config(self) -> dict:
         return {
             **super().get_config(),
+            "lora_rank": self.lora_rank,
+            "lora_alpha": self.lora_alpha,
             "input_shape": self.summed,
             "output_shape": self.made,
             "use_bias": self.use_bias,
