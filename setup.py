@@ -23,6 +23,7 @@ setup(
         "absl-py>=2.1",
         "google-crc32c>=1.6",
         "importlib-resources",  # tensorflow-datasets' builders need it and don't say so
+        "huggingface_hub>=0.30,<3",  # model cards and uploads; tokenizers needs it too
         "keras>=3.12,<3.16",  # 3.12 is the last one for Python 3.10
         "numpy>=2.0,<3",
         "orjson>=3.10",

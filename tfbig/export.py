@@ -16,6 +16,8 @@ from tfbig.saved_run import SavedRun
 def run(config: ExportConfig) -> Path:
     """Writes the checkpoint that `config` names, and says what was written.
 
+    With --push a folder that is there already is uploaded as it is, not written again.
+
     Args:
       config: which checkpoint, as what, where to.
 
@@ -27,13 +29,30 @@ def run(config: ExportConfig) -> Path:
     """
     if config.max_shard_megabytes < 1:
         raise UserError(f"--max_shard_megabytes={config.max_shard_megabytes} must be at least 1.")
-    saved = SavedRun.open(config.run, config.checkpoint)
     output = Path(config.output or _default_output(config))
+    if config.push:
+        from tfbig.interop.hub_upload import check_repository
+
+        check_repository(config.push)
+        if config.format != "hf":
+            raise UserError(f"--push uploads --format=hf, not --format={config.format}.")
+        if output.is_dir():
+            return _push(config, output)
+    saved = SavedRun.open(config.run, config.checkpoint)
     write = {"hf": _write_hugging_face, "keras": _write_keras, "saved_model": _write_saved_model}
     notes = write[config.format](saved, config, output)
     print(f"{output}: {config.run} at step {saved.step}, --format={config.format}")
     for note in notes:
         print(f"  {note}")
+    return _push(config, output) if config.push else output
+
+
+def _push(config: ExportConfig, output: Path) -> Path:
+    """Uploads a folder that is there, or says what would be uploaded."""
+    from tfbig.interop.hub_upload import push
+
+    for line in push(output, config.push, config.private, config.dry_run):
+        print(line)
     return output
 
 
@@ -51,6 +70,7 @@ def _write_hugging_face(saved: SavedRun, config: ExportConfig, output: Path) -> 
         trimmed,
         write_folder,
     )
+    from tfbig.interop.model_card import CardOptions, write_model_card
 
     contents = saved.folder.tokenizer_path.read_bytes()
     tokenizer = Tokenizer(contents, str(saved.folder.tokenizer_path))
@@ -61,7 +81,10 @@ def _write_hugging_face(saved: SavedRun, config: ExportConfig, output: Path) -> 
     architecture_for(model)
     if config.trim_vocabulary:
         model = trimmed(model, tokenizer.vocab_size)
+    name = config.push or output.name
+    options = CardOptions(config.license, config.language, config.base_model, config.watts)
     with appearing(output) as folder:
+        write_model_card(folder, saved, name, options)
         return write_folder(
             folder,
             saved.merged_weights(config.weights),

@@ -24,3 +24,17 @@ class ExportConfig:
     """Largest weights file of --format=hf, in MB."""
     trim_vocabulary: bool = False
     """Whether rows of the vocabulary that are no token are left out."""
+    license: str = ""
+    """Licence for the model card's metadata, as the Hub names it, e.g. apache-2.0."""
+    language: tuple[str, ...] = ()
+    """Language for the model card, e.g. en. Repeat the flag for more."""
+    base_model: str = ""
+    """Model on the Hub that the run started from, for the model card."""
+    watts: float = 0.0
+    """Power all devices of the run drew together, for the card's energy estimate; 0 makes none."""
+    push: str = ""
+    """Repository on the Hub, NAME/MODEL, to upload the folder to (see --dry_run)."""
+    dry_run: bool = True
+    """Whether --push only lists what it would upload; --nodry_run uploads."""
+    private: bool = True
+    """Whether a repository that --push makes is private."""
