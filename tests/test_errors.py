@@ -373,3 +373,10 @@ def test_what_validation_lets_through_can_be_computed(config, step):
         assert sum(segment.num_steps for segment in segments) == config.run.steps
         sizes = [segment.global_batch for segment in segments]
         assert sizes == sorted(set(sizes)) and sizes[-1] <= config.run.global_batch
+
+
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_made(tmp_path):
+    values = {"preset": "gpt3_175b", "strategy": "single", "run_dir": str(tmp_path / "run")}
+    with pytest.raises(UserError, match="on its fullest rank, where"):
+        train.run(train.config_from(values))
+    assert not (tmp_path / "run").exists()

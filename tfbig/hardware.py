@@ -50,6 +50,16 @@ def _measured_peak(dtype: tf.DType, size: int = 1024, repeats: int = 6) -> float
     return 2.0 * size**3 / best
 
 
+def gpu_memory_bytes() -> int:
+    """Returns what TensorFlow may take of this process's smallest GPU; 0 without one."""
+    from tensorflow.python.client import device_lib  # no public call gives it
+
+    if not tf.config.get_visible_devices("GPU"):
+        return 0
+    devices = device_lib.list_local_devices()
+    return min(device.memory_limit for device in devices if device.device_type == "GPU")
+
+
 def peak_memory_bytes() -> int:
     """Returns the most memory this process has used: of its GPU if it has one, else resident."""
     if tf.config.get_visible_devices("GPU"):

@@ -68,16 +68,20 @@ def _train(
     held: contextlib.ExitStack,
 ) -> int:
     from tfbig.durable_file import write_atomic
-    from tfbig.hardware import peak_flops
+    from tfbig.hardware import gpu_memory_bytes, peak_flops
     from tfbig.hooks import main_rank_hooks
     from tfbig.interop.initial_weights import check_tokenizer
     from tfbig.loop import Loop, Progress
     from tfbig.metrics import Throughput
+    from tfbig.planner.at_start import check_memory
     from tfbig.planner.prediction_hook import PredictionHook
     from tfbig.profiler.profiling import measured
     from tfbig.run_state import StateKeeper, check_shared
     from tfbig.stop_signal import StopSignal
     from trainers.validate import derive_microbatch_size
+
+    # Whether it will fit.
+    memory = check_memory(config, trainer, gpu_memory_bytes())
 
     # Data.
     for global_batch in {config.run.global_batch, schedule.global_batch(config.run, 0)}:
@@ -109,6 +113,7 @@ def _train(
         hooks = main_rank_hooks(config, folder)
         num_devices = max(trainer.size, trainer.num_replicas)
         hooks.append(PredictionHook(config, num_devices, peak_source, Path(folder.path)))
+        notes = [*memory, *(f"checkpoint of {note}; an older one is used" for note in notes)]
         introduce(config, trainer, data, total_peak, peak_source, notes)
 
     # Steps.
@@ -325,7 +330,7 @@ def introduce(
     if layout is not None:
         print(layout.table, flush=True)
     for note in notes:
-        print(f"checkpoint of {note}; an older one is used", flush=True)
+        print(note, flush=True)
 
 
 def config_from(values: dict[str, Any]) -> Config:

@@ -1,0 +1,90 @@
+"""A run that cannot fit is refused before it builds anything, with changes after which it fits."""
+
+import itertools
+
+import pytest
+
+from tfbig import presets
+from tfbig.config import Config, replace_fields
+from tfbig.errors import UserError
+from tfbig.planner.at_start import (
+    changes_that_fit,
+    check_memory,
+    fits,
+    flag_of,
+    free_host_bytes,
+    shortfall,
+)
+from tfbig.planner.memory import peak, predict_memory
+
+
+class Engine:
+    """What check_memory needs of a trainer."""
+
+    def __init__(self, num_replicas: int = 1, data_size: int = 1) -> None:
+        self.num_replicas, self.data_size = num_replicas, data_size
+
+    def agree(self, value: int, op: str) -> int:
+        assert op == "min"
+        return value
+
+
+def gpt2(**fields: object) -> Config:
+    values = {"strategy": "horovod", "global_batch": 16, "attention": "plain"}
+    return replace_fields(presets.preset("gpt2_124m"), values | fields)
+
+
+def needed(config: Config, data_size: int) -> float:
+    return peak(predict_memory(config, data_size)).total
+
+
+def test_what_fits_is_told_by_part():
+    lines = check_memory(gpt2(), Engine(4, 4), device_bytes=1 << 40)
+    assert len(lines) == 1
+    assert "weights 0.50, gradients" in lines[0] and "1,099.5 GB there" in lines[0]
+
+
+def test_what_cannot_fit_is_refused_with_three_changes_that_do():
+    config = gpt2()
+    there = 0.6 * needed(config, 4)
+    with pytest.raises(UserError, match="on its fullest rank") as refused:
+        check_memory(config, Engine(4, 4), device_bytes=int(there))
+    assert "\n" not in str(refused.value)
+    changes = str(refused.value).partition("cheapest first: ")[2].rstrip(".").split("; ")
+    assert len(changes) == 3
+    for change in changes:
+        fields: dict[str, object] = {}
+        for flag in change.split():
+            name, _, value = flag.removeprefix("--").partition("=")
+            fields[name] = int(value) if value.isdigit() else value or True
+        assert needed(replace_fields(config, fields), 4) <= there, change
+
+
+def test_nothing_is_advised_that_the_strategy_refuses():
+    for strategy in ("single", "pipeline", "mirrored"):
+        config = gpt2(strategy=strategy)
+        for there in (0.8, 0.5, 0.2):
+            found = changes_that_fit(config, 4, there * needed(config, 4))
+            for change in itertools.islice(found, 5):
+                assert "shard_gradients" not in change
+                assert strategy == "pipeline" or "shard" not in change
+
+
+def test_a_bit_too_much_is_let_through_and_replicas_of_a_process_count():
+    config = gpt2()
+    need = needed(config, 1)
+    check_memory(config, Engine(1, 1), device_bytes=int(need / 1.05))
+    assert not fits(config, {}, 1, 10 * need), "no change at all"
+    assert flag_of("x", True) == "--x"
+
+
+def test_hopeless_cases_are_told_to_take_more_ranks():
+    assert "more ranks" in shortfall(gpt2(), 2, 1e6)
+
+
+def test_a_containers_limit_counts(tmp_path):
+    (tmp_path / "memory.max").write_text(str(3 << 30))
+    (tmp_path / "memory.current").write_text(str(1 << 30))
+    assert free_host_bytes(tmp_path) <= 2 << 30
+    (tmp_path / "memory.current").write_text(str(4 << 30))
+    assert free_host_bytes(tmp_path) == 0
