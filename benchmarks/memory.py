@@ -45,14 +45,40 @@ OPTIONS = {
 }
 
 
-def reset_peak() -> None:
-    """Sets the process's peak to what it holds now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
+class Held:
+    """What this process holds: of its GPU if it has one, else resident memory."""
+
+    def __init__(self) -> None:
+        import tensorflow as tf
+
+        self._config = tf.config.experimental
+        self._on_gpu = bool(tf.config.get_visible_devices("GPU"))
+
+    def now(self) -> int:
+        """Returns bytes held now."""
+        gc.collect()
+        if self._on_gpu:
+            return self._config.get_memory_info("GPU:0")["current"]
+        return _status_bytes("VmRSS")
+
+    def peak(self) -> int:
+        """Returns the most bytes held since `reset`."""
+        return (
+            self._config.get_memory_info("GPU:0")["peak"]
+            if self._on_gpu
+            else _status_bytes("VmHWM")
+        )
+
+    def reset(self) -> None:
+        """Sets the peak to what is held now."""
+        gc.collect()
+        if self._on_gpu:
+            self._config.reset_memory_stats("GPU:0")
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
 
 
-def status_bytes(field: str) -> int:
-    """Returns VmHWM or VmRSS of this process."""
+def _status_bytes(field: str) -> int:
     text = Path("/proc/self/status").read_text()
     return int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) * 1024
 
@@ -64,23 +90,21 @@ def measure(cases: list[dict]) -> None:
 
     for case in cases:
         config = replace_fields(Config(), case["fields"])
-        gc.collect()
-        before = status_bytes("VmRSS")
         trainer = trainers.trainer_class(config.parallel.strategy)(config)
         trainer.build()
+        held = Held()
         batch = make_batch(config, config.run.global_batch // trainer.data_size)
         trainer.train_step(batch, 0, 1e-3, 0.0, 0).loss_sum.numpy()  # traces
-        resting = status_bytes("VmRSS")
-        reset_peak()
+        resting = held.now()
+        held.reset()
         for step in range(1, 3):
             trainer.train_step(batch, step, 1e-3, 0.0, 0).loss_sum.numpy()
         saw = {
             "name": case["name"],
             "parameters": count_parameters(config.model),
             "layers": config.model.num_layers,
-            "before": before,
             "resting": resting,
-            "peak": status_bytes("VmHWM"),
+            "peak": held.peak(),
         }
         trainer.barrier(600)
         if trainer.rank == 0:

@@ -2,8 +2,8 @@
 
 usage: python benchmarks/sharding.py [--quick]
 
-Two ranks make steps of each trainer in turn, in the same processes, so that whatever else the
-machine does falls on all of them.
+Two ranks (one, on a machine with one GPU) make steps of each trainer in turn, in the same
+processes, so that whatever else the machine does falls on all of them.
 """
 
 import json
@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RANKS = 2
+# One process a GPU; two on a machine without any.
+RANKS = min(2, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or 2)
 # name: (fields beside --strategy=horovod, the time of what, bar)
 CASES = {
     "ZeRO-1": ({"shard_optimizer_state": True}, "plain", 1.1),
@@ -45,7 +46,7 @@ def worker(quick: bool) -> None:
     import tensorflow as tf
 
     from tfbig.train import config_from
-    from trainers.data_parallel import horovod_trainer
+    from trainers.by_sharding import horovod_trainer
 
     shape = {"embed_dim": 64, "num_layers": 2} if quick else {"embed_dim": 256, "num_layers": 6}
     length, rows, rounds = (32, 4, 3) if quick else (128, 8, 9)

@@ -2,10 +2,10 @@
 
 STRATEGIES = {
     "single": "trainers.single:SingleTrainer",
-    "horovod": "trainers.data_parallel:horovod_trainer",
+    "horovod": "trainers.by_sharding:horovod_trainer",
     "mirrored": "trainers.mirrored:MirroredTrainer",
     "multi_worker": "trainers.multi_worker:MultiWorkerTrainer",
-    "pipeline": "trainers.pipeline:PipelineTrainer",
+    "pipeline": "trainers.by_sharding:pipeline_trainer",
 }
 
 

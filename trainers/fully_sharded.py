@@ -1,7 +1,6 @@
 """Data parallelism whose ranks share gradients (ZeRO-2), and weights too (ZeRO-3)."""
 
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,11 @@ from trainers.gradients import BatchSums
 from trainers.model_units import model_units, unit_buckets
 from trainers.sharded import ShardedTrainer
 from trainers.sharded_optimizer import Parts
-from trainers.sharded_step import ShardedStep
+from trainers.sharded_step import ShardedStep, make_step
 from trainers.token_history import TokenHistory, empty_history, extend, new_tokens
 from trainers.unallocated import unallocated
 from trainers.unit_passes import UnitPasses
+from trainers.unit_state import UnitState
 
 
 class GradientShardedTrainer(ShardedTrainer):
@@ -28,60 +28,32 @@ class GradientShardedTrainer(ShardedTrainer):
 
     def build(self, training: bool = True, num_sources: int = 1, vocab_size: int = 0) -> None:
         parallel = self.config.parallel
-        recomputed = group_size(parallel.activation_checkpointing)
-        self._units = model_units(self.config.model, max(1, recomputed))
-        super().build(training, num_sources, vocab_size)
-        self._passes = [UnitPasses(self.model, unit, parallel.jit_compile) for unit in self._units]
-        self._step = ShardedStep(
-            self._passes,
-            self._unit_weights,
-            self._reduce_unit,
-            recomputed > 0,
-            parallel.offload_horizon,
+        self._units = model_units(
+            self.config.model, max(1, group_size(parallel.activation_checkpointing))
         )
+        super().build(training, num_sources, vocab_size)
+        self._unit_state = UnitState(
+            self.model,
+            self._units,
+            self._optimizer,
+            self._variables or None,
+            self._optimizer.shards,
+        )
+        self._passes = [UnitPasses(self.model, unit, parallel.jit_compile) for unit in self._units]
+        self._step: ShardedStep = make_step(parallel, self._passes, self._unit_state)
 
     def _flat_buckets(self) -> list[FlatBucket]:
         return flat_buckets(model_sizes(self.config.model), unit_buckets(self._units), self.size)
 
-    def _buckets_of(self, unit: int) -> list[int]:
-        """Returns the buckets that a unit's variables lie in."""
-        paths = self._units[unit].paths
-        buckets = enumerate(self._optimizer.buckets)
-        return [index for index, bucket in buckets if bucket.paths[0] in paths]
-
-    def _unit_weights(
-        self, unit: int, after: Sequence[tf.Tensor], name: str, clock: Clock | None
-    ) -> list[tf.Tensor]:
-        """Returns a unit's weights as the layers compute with them."""
-        with tf.control_dependencies(list(after)):
-            values = {
-                path: tf.identity(self._variables[path].read_value())
-                for path in self._units[unit].paths
-            }
-        return self._in_order(unit, values)
-
-    def _in_order(self, unit: int, values: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
-        paths = self._units[unit].paths
-        return list(self.model.compute_weights({path: values[path] for path in paths}).values())
-
-    def _reduce_unit(
-        self, unit: int, gradients: Mapping[str, tf.Tensor], name: str, clock: Clock | None
-    ) -> dict[int, tf.Tensor]:
-        return {
-            index: self._optimizer.reduce_bucket(index, gradients, f"{name}_{unit}_{index}", clock)
-            for index in self._buckets_of(unit)
-        }
-
     def _gradients(self, batch: Batch, step: tf.Tensor, clock: Clock) -> tuple[Parts, BatchSums]:
-        local = self._locals[0]
-        totals, sums = self._step.gradients(
-            batch,
-            step,
-            self.config.parallel.microbatches,
-            local.loss_scale.of_the_sum(),
-            clock,
+        scale = self._locals[0].loss_scale.of_the_sum()
+        parts, sums = self._step.gradients(
+            batch, step, self.config.parallel.microbatches, scale, clock
         )
-        return [totals[index] for index in sorted(totals)], sums
+        return parts, BatchSums(
+            tf.add_n([one.loss_sum for one in sums]),
+            *(tf.concat(rows, 0) for rows in list(zip(*sums, strict=True))[1:]),
+        )
 
 
 class ParameterShardedTrainer(GradientShardedTrainer):
@@ -98,30 +70,9 @@ class ParameterShardedTrainer(GradientShardedTrainer):
     def _model_variables(self) -> dict[str, tf.Variable]:
         return {}
 
-    def _unit_weights(
-        self,
-        unit: int,
-        after: Sequence[tf.Tensor],
-        name: str,
-        clock: Clock | None,
-        prefix: str = "",
-    ) -> list[tf.Tensor]:
-        values: dict[str, tf.Tensor] = {}
-        for index in self._buckets_of(unit):
-            full_name = f"{name}_{unit}_{index}"
-            values |= self._optimizer.gather_bucket(index, full_name, after, clock, prefix)
-        return self._in_order(unit, values)
-
     def _evaluation_sums(self, batch: Batch, weights: str) -> BatchSums:
         prefix = "ema/" if weights == "ema" else ""
-        step = tf.constant(0, tf.int64)  # of no dropout
-        entering: list[tf.Tensor] = []  # what the next weights wait for
-        hidden: Any = None
-        for index, passes in enumerate(self._passes):
-            own = self._unit_weights(index, entering, f"evaluation_{weights}", None, prefix)
-            entering = [] if hidden is None else [hidden]
-            hidden = passes.run(own, hidden, step, batch, training=False)
-        return hidden
+        return self._unit_state.evaluate(self._passes, batch, prefix)
 
     # Weights are gathered for a pass and gone after it, which a cache of keys and values for one
     # token a step would pay for anew each time: the history of tokens is the cache.
@@ -154,18 +105,7 @@ class ParameterShardedTrainer(GradientShardedTrainer):
             training=False,
         )
         last = tf.maximum(cache.length - 1, 0)  # (B,)
-        logits = tf.cast(self._last_logits(cache.tokens, last, context), tf.float32)  # (B, V)
+        logits = self._unit_state.last_logits(self._passes, cache.tokens, last, context)  # (B, V)
+        logits = tf.cast(logits, tf.float32)
         known = tf.range(logits.shape[-1]) < self._vocab_size
         return tf.where(known, logits, -np.inf), cache
-
-    def _last_logits(self, tokens: tf.Tensor, last: tf.Tensor, context: Context) -> tf.Tensor:
-        entering: list[tf.Tensor] = []
-        hidden: Any = None
-        for index, passes in enumerate(self._passes):
-            with passes.scope(self._unit_weights(index, entering, "decoding", None)):
-                entering = [] if hidden is None else [hidden]
-                hidden = passes.hidden(hidden, tokens, context)
-                if passes.unit.has_head:
-                    hidden = tf.gather(hidden, last, batch_dims=1)  # (B, D)
-                    hidden = self.model.logits(hidden[:, tf.newaxis])[:, 0]  # (B, V)
-        return hidden

@@ -15,6 +15,7 @@ from tfbig.errors import UserError
 from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
 from tfbig.step_spans import Spans
+from tfbig.variables import is_trained
 from trainers.agreement import check_equal_ranks
 from trainers.base import Batch, Layout, StateReader, StepResult, Trainer
 from trainers.bucket_plan import plan_buckets
@@ -136,58 +137,79 @@ class PipelineTrainer(Trainer):
         config = self.config
         self._vocab_size = vocab_size or config.model.vocab_size
         self._stopwatch = Stopwatch()
-        split = TensorParallel(
+        self._split = TensorParallel(
             self._groups.tensor, config.parallel.sequence_parallel, self._stopwatch
         )
-        self._chunks = [
-            Chunk(
-                GPT.from_config(
-                    config.model,
-                    self.partition.stages[chunk * self._degree + self._place].block_range,
-                    seed=config.run.seed,
-                    precision=config.parallel.precision,
-                    split=split,
-                    attention=config.parallel.attention,
-                    activation_checkpointing=config.parallel.activation_checkpointing,
-                    offload_horizon=config.parallel.offload_horizon,
-                    # Microbatches in flight would each keep a gradient as large as the weight.
-                    chunked_head=False,
-                ),
-                training,
-                config.parallel.jit_compile,
-                config.optimizer.freeze,
-            )
-            for chunk in range(self._num_chunks)
-        ]
-        variables = {path: v for chunk in self._chunks for path, v in chunk.variables.items()}
-        self._shards = shard_table(config.model, variables, self.places, self.mesh.sizes)
-        for path, shard in self._shards.items():
-            assert tuple(variables[path].shape) == shard.local_shape, path
-        trained = {path: variables[path] for chunk in self._chunks for path in chunk.trained}
-        if training and any(not chunk.trained for chunk in self._chunks):
-            raise UserError("--freeze leaves a stage nothing to train: freeze less, or cut less.")
-        self._optimizer = self._make_optimizer(trained, training)
+        variables = self._make_parts(training)
+        self._shards = shard_table(
+            config.model, self._paths(variables), self.places, self.mesh.sizes
+        )
+        for path, variable in variables.items():
+            assert tuple(variable.shape) == self._shards[path].local_shape, path
+        trained = {
+            path: shard
+            for path, shard in self._shards.items()
+            if is_trained(path, config.model, config.optimizer.freeze)
+        }
+        own = {path: variable for path, variable in variables.items() if path in trained}
+        self._optimizer = self._make_optimizer(own, training)
         self._loss_scale = LossScale(config)
         state = self._optimizer.state() | self._loss_scale.state()
         self._state = TensorState(self._shards, variables, state, self.rank == 0)
         has_head = self._place == self._degree - 1
         self._update = Update(
             config,
-            {path: self._shards[path] for path in trained},
+            trained,
             self._groups,
             self._optimizer,
             self._loss_scale,
             num_sources,
             sums_here=has_head and self.places["tensor"] == 0,
         )
-        dtype = tf.as_dtype(self._chunks[0].model.compute_dtype)
-        links = {place: Link(group, dtype) for place, group in self._pairs.items()}
-        self._stepper = Stepper(self._chunks, links)
+        self._stepper = self._make_stepper()
         self._program = self._training_program()
         self._forward_programs: dict[int, Any] = {}
         self._share = tf.function(self._share_graph, autograph=False)
         self._extend = tf.function(extend, autograph=False)
         self._intervals: list[Any] = []
+
+    def _make_model(self, block_range: tuple[int, int] | None, **options: Any) -> GPT:
+        parallel = self.config.parallel
+        return GPT.from_config(
+            self.config.model,
+            block_range,
+            seed=self.config.run.seed,
+            precision=parallel.precision,
+            split=self._split,
+            attention=parallel.attention,
+            activation_checkpointing=parallel.activation_checkpointing,
+            offload_horizon=parallel.offload_horizon,
+            **options,
+        )
+
+    def _make_parts(self, training: bool) -> dict[str, tf.Variable]:
+        """Makes what this rank computes with and returns its variables, by path."""
+        ranges = [
+            self.partition.stages[chunk * self._degree + self._place].block_range
+            for chunk in range(self._num_chunks)
+        ]
+        # Microbatches in flight would each keep a gradient of the head as large as its weight.
+        models = [self._make_model(blocks, chunked_head=False) for blocks in ranges]
+        options = self.config.parallel.jit_compile, self.config.optimizer.freeze
+        self._chunks = [Chunk(model, training, *options) for model in models]
+        if training and any(not chunk.trained for chunk in self._chunks):
+            raise UserError("--freeze leaves a stage nothing to train: freeze less, or cut less.")
+        return {path: v for chunk in self._chunks for path, v in chunk.variables.items()}
+
+    def _paths(self, variables: Mapping[str, tf.Variable]) -> list[str]:
+        """Returns the paths of what this rank has or shares."""
+        return list(variables)
+
+    def _make_stepper(self) -> Any:
+        """Returns what runs this rank's passes."""
+        dtype = tf.as_dtype(self._chunks[0].model.compute_dtype)
+        links = {place: Link(group, dtype) for place, group in self._pairs.items()}
+        return Stepper(self._chunks, links)
 
     def _make_optimizer(
         self, variables: dict[str, tf.Variable], training: bool
@@ -227,8 +249,7 @@ class PipelineTrainer(Trainer):
         return self._forward_programs[num_pieces]
 
     def _message_shape(self, rows: int, length: int) -> tuple[int, int, int]:
-        split = self._chunks[0].model.split
-        return rows, split.own_length(length), self.config.model.embed_dim
+        return rows, self._split.own_length(length), self.config.model.embed_dim
 
     def train_step(
         self, batch: Batch, step: int, learning_rate: float, max_loss: float, signal: int
@@ -262,14 +283,13 @@ class PipelineTrainer(Trainer):
             loss_scale=self._loss_scale.of_the_sum(),
         )
 
-    def _take_totals(self) -> dict[str, tf.Tensor]:
+    def _take_totals(self) -> Any:
         return {path: x for chunk in self._chunks for path, x in chunk.take_totals().items()}
 
     def evaluate_step(
         self, batch: Batch, weights: str = "model"
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        averages = self._optimizer.averages() if weights == "ema" else None
-        assert weights == "model" or averages, "this run keeps no moving average"
+        averages = self._averages() if weights == "ema" else None
         rows, length = batch["tokens"].shape
         pieces = max(n for n in range(1, self._degree + 1) if rows % n == 0)
         sums = self._stepper.run(
@@ -286,6 +306,12 @@ class PipelineTrainer(Trainer):
             own[self.data_rank] = tf.concat(parts, 0)
         everyone = self._share(tf.constant(own)).numpy().reshape([-1, 3])  # (global batch, 3)
         return everyone[:, 0], everyone[:, 1], everyone[:, 2]
+
+    def _averages(self) -> Any:
+        """Returns what the stepper takes in place of the weights."""
+        averages = self._optimizer.averages()
+        assert averages, "this run keeps no moving average"
+        return averages
 
     def _share_graph(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the sum over all ranks, all but one of which pass zeros at any element."""
@@ -318,9 +344,8 @@ class PipelineTrainer(Trainer):
         rows, length = cache.tokens.shape
         shape = (rows, length, self.config.model.embed_dim)
         own = self._stepper.decode(self._forward_program(1), cache, shape)
-        shard = self._chunks[-1].model.split
-        start, width = shard.part(self.config.model.vocab_size)
-        everyone = np.zeros([rows, width * shard.size], np.float32)
+        start, width = self._split.part(self.config.model.vocab_size)
+        everyone = np.zeros([rows, width * self._split.size], np.float32)
         if own is not None and self.data_rank == 0:
             everyone[:, start : start + width] = own
         logits = self._share(tf.constant(everyone)).numpy()[:, : self.config.model.vocab_size]

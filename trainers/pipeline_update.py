@@ -15,7 +15,7 @@ from trainers.clock import Clock
 from trainers.collectives import Group
 from trainers.copied_optimizer import CopiedOptimizer
 from trainers.gradients import Gradients
-from trainers.sharded_optimizer import ShardedOptimizer
+from trainers.sharded_optimizer import Parts, ShardedOptimizer
 from trainers.step_totals import pack, unpack
 from trainers.tensor_table import TOKEN_TABLE, Shard
 
@@ -60,8 +60,10 @@ class Update:
         self.run = tf.function(self._graph, autograph=False)
         self.reduce = tf.function(self._reduce, autograph=False)
 
-    def _reduce(self, gradients: Gradients, clock: Clock | None = None) -> Any:
+    def _reduce(self, gradients: Gradients | Parts, clock: Clock | None = None) -> Any:
         """Returns gradients summed over all ranks that hold a share of them."""
+        if not isinstance(gradients, dict):
+            return gradients  # parts: passes unit by unit have summed them on the way
         reduced = dict(gradients)
         sequence_parallel = self._config.parallel.sequence_parallel
         # With sequence parallelism each rank saw its own positions only.
@@ -81,7 +83,7 @@ class Update:
 
     def _graph(
         self,
-        totals: Gradients,
+        totals: Gradients | Parts,
         batch: Batch,
         row_sums: Sequence[tuple[tf.Tensor, tf.Tensor]],
         learning_rate: tf.Tensor,

@@ -11,7 +11,7 @@ from tfbig.config import Config
 from tfbig.errors import UserError
 from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
-from tfbig.model.initialization import initial_value
+from tfbig.model.initialization import part_value
 from tfbig.optimizer import Decision
 from tfbig.variables import variable_specs
 from trainers.base import Batch, StateReader
@@ -53,9 +53,7 @@ class ShardedTrainer(HorovodTrainer):
         return model
 
     def _initial_value(self, path: str) -> tf.Tensor:
-        config = self.config
-        shapes = {spec.path: spec.shape for spec in variable_specs(config.model)}
-        return initial_value(config.model, config.run.seed, path, shapes[path])
+        return part_value(self.config.model, self.config.run.seed, path)
 
     def _make_local(self, variables: dict[str, tf.Variable], training: bool) -> Local:
         model = self.config.model

@@ -48,7 +48,7 @@ class ShardedOptimizer:
         training: bool = True,
     ) -> None:
         self._num_layers = config.model.num_layers
-        self._variables, self._shards = dict(variables or {}), shards
+        self._variables, self.shards = dict(variables or {}), shards
         self.buckets, self._group = list(buckets), group
         self._rule = FlatOptimizer(
             config.optimizer,
@@ -153,7 +153,7 @@ class ShardedOptimizer:
             piece.path: part[piece.offset : piece.offset + piece.stop - piece.start]
             for bucket, part in zip(self.buckets, gradients, strict=True)
             for piece in bucket.pieces(self._group.rank)
-            if self._shards[piece.path].is_counted_in_replica
+            if self.shards[piece.path].is_counted_in_replica
         }
         return squared_norms_by_layer(counted, self._num_layers)
 
@@ -228,7 +228,7 @@ class ShardedOptimizer:
         bucket = self.buckets[index]
         flat = self._group.all_gather(part, name, clock)
         return {
-            path: tf.reshape(value, self._shards[path].local_shape)
+            path: tf.reshape(value, self.shards[path].local_shape)
             for path, value in zip(bucket.paths, split(bucket, flat), strict=True)
         }
 

@@ -5,20 +5,19 @@ communication may run ahead: one unit's weights before their use, one unit's gra
 Source: Rajbhandari et al., ZeRO (arXiv 1910.02054, section 5).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfbig.model.host_store import HostStore
+from tfbig.parallel_config import ParallelConfig
+from tfbig.recomputation_mode import group_size
 from trainers.base import Batch
 from trainers.clock import Clock
 from trainers.gradients import BatchSums, microbatch
+from trainers.sharded_optimizer import Parts
 from trainers.unit_passes import UnitPasses
-
-# (unit, what must be there before, name of the collective, clock) -> weights in order
-Weights = Callable[[int, Sequence[tf.Tensor], str, Clock | None], list[tf.Tensor]]
-# (unit, gradients by path, name of the collective, clock) -> this rank's parts by bucket
-Reduce = Callable[[int, Mapping[str, tf.Tensor], str, Clock | None], dict[int, tf.Tensor]]
+from trainers.unit_state import UnitState
 
 
 class ShardedStep:
@@ -26,8 +25,7 @@ class ShardedStep:
 
     Args:
       passes: of each unit, in order of the forward pass.
-      weights: gives a unit's weights.
-      reduce: sums a unit's gradients over the ranks.
+      state: gives a unit's weights and sums its gradients over the ranks.
       recomputes: whether of blocks only the input is kept.
       offload_horizon: has these wait in host memory, see HostStore; None doesn't.
     """
@@ -35,12 +33,11 @@ class ShardedStep:
     def __init__(
         self,
         passes: Sequence[UnitPasses],
-        weights: Weights,
-        reduce: Reduce,
+        state: UnitState,
         recomputes: bool,
         offload_horizon: int | None = None,
     ) -> None:
-        self._passes, self._weights, self._reduce = list(passes), weights, reduce
+        self._passes, self._state = list(passes), state
         self._recomputes, self._offload_horizon = recomputes, offload_horizon
 
     def gradients(
@@ -50,8 +47,8 @@ class ShardedStep:
         num_microbatches: int,
         loss_scale: tf.Tensor | None,
         clock: Clock | None,
-    ) -> tuple[dict[int, tf.Tensor], BatchSums]:
-        """Returns this rank's parts by bucket, and this process's sums by row.
+    ) -> tuple[Parts, list[BatchSums]]:
+        """Returns this rank's parts of each bucket, and this process's sums of each microbatch.
 
         Args:
           batch: this process's slice of a global batch.
@@ -70,8 +67,7 @@ class ShardedStep:
             all_sums.append(one.forward(begin))
             parts = one.backward(upstream)
             totals = {key: totals[key] + x if totals else x for key, x in parts.items()}
-        losses, *rows = zip(*all_sums, strict=True)
-        return totals, BatchSums(tf.add_n(losses), *(tf.concat(parts, 0) for parts in rows))
+        return [totals[index] for index in sorted(totals)], all_sums
 
 
 class _Microbatch:
@@ -99,7 +95,7 @@ class _Microbatch:
             self._entered.append(hidden)
             before = self._entered[index - 1] if index else None
             after = begin if before is None else [before]
-            weights = self._owner._weights(index, after, f"forward_{self._name}", self._clock)
+            weights = self._owner._state.weights(index, after, f"forward_{self._name}", self._clock)
             arguments = unit.arguments(weights, hidden, self._step, self._batch)
             results, kept = unit.training(self._batch).forward(arguments)
             makes_again = self._makes_again(index)
@@ -119,13 +115,13 @@ class _Microbatch:
             weights = self._last_weights
             if index < len(self._owner._passes) - 1:
                 name = f"backward_{self._name}"
-                weights = self._owner._weights(index, [arrived], name, self._clock)
+                weights = self._owner._state.weights(index, [arrived], name, self._clock)
             with tf.control_dependencies(left[-2]):
                 upstream = tf.identity(upstream)
             # The head's upstream gradient is there from the start, what enters the head isn't.
             arrived = upstream if index < len(self._owner._passes) - 1 else self._entered[-1]
             gradients, upstream = self._unit_backward(index, weights, upstream)
-            parts = self._owner._reduce(
+            parts = self._owner._state.reduce(
                 index,
                 dict(zip(unit.unit.paths, gradients, strict=True)),
                 f"scatter_{self._name}",
@@ -157,3 +153,11 @@ class _Microbatch:
     def _makes_again(self, index: int) -> bool:
         first, stop = self._owner._passes[index].unit.blocks
         return self._owner._recomputes and stop > first
+
+
+def make_step(
+    parallel: ParallelConfig, passes: Sequence[UnitPasses], state: UnitState
+) -> ShardedStep:
+    """Returns the step that a run's configuration asks for."""
+    recomputes = group_size(parallel.activation_checkpointing) > 0
+    return ShardedStep(passes, state, recomputes, parallel.offload_horizon)

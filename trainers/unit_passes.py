@@ -91,7 +91,8 @@ class UnitPasses:
         variables = model.canonical_variables()
         weights = [tf.TensorSpec(variables[p].shape, model.weight_dtype(p)) for p in unit.paths]
         rows, length = shapes["tokens"][0], shapes["tokens"][1] - 1
-        hidden = tf.TensorSpec([rows, length, model.config.embed_dim], model.compute_dtype)
+        own_length = model.split.own_length(length)
+        hidden = tf.TensorSpec([rows, own_length, model.config.embed_dim], model.compute_dtype)
         inputs = [] if unit.has_embedding else [hidden]
         names, dtypes = sorted(shapes), FIELD_DTYPES
 

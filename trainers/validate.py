@@ -95,10 +95,12 @@ def check_mesh_fits(config: Config) -> None:
     """
     _check_pipeline(config)
     _check_tensor(config)
-    if config.parallel.sharding_level > 1:
+    degree = config.parallel.pipeline_parallel_degree
+    if config.parallel.sharding_level > 1 and degree > 1:
         raise UserError(
-            "--strategy=pipeline shares the optimizer's state among data ranks, not their gradients"
-            " or weights: take --shard_optimizer_state here, or --strategy=horovod."
+            "--shard_gradients and --shard_parameters need --pipeline_parallel_degree=1, not"
+            f" {degree}: a pipeline adds up gradients over its microbatches, so take"
+            " --shard_optimizer_state alone."
         )
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.distributed.parity import Saw, largest_error, loss_error, overall_error, run_cases
 
 TOLERANCE, ADAM_TOLERANCE = 1e-5, 1e-4
-STEPS = 10
+STEPS = 6
 SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.5, "weight_decay": 0.01}
 ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3, "ema_decay": 0.9, "layer_grad_norms": True}
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
@@ -30,29 +30,25 @@ CASES = {
     "zero1_adamw": ("adamw", 2, {**ZERO1, **BLOCK, "microbatches": 2}),
     "zero1_bfloat16": ("bfloat16", 2, ZERO1),
     "zero2_sgd": ("sgd", 2, ZERO2),
-    "zero2_bfloat16": ("bfloat16", 2, {**ZERO2, **BLOCK}),
-    "zero3_sgd": ("sgd", 2, {**ZERO3, **BLOCK}),
     "zero3_adamw": ("adamw", 2, {**ZERO3, "microbatches": 2}),
-    "zero3_bfloat16": ("bfloat16", 2, ZERO3),
+    "zero3_bfloat16": ("bfloat16", 2, {**ZERO3, **BLOCK}),
     "zero1_sgd_4": ("sgd", 4, {**ZERO1, "offload_optimizer_state": True}),
     "zero1_d2p2": ("sgd", 4, {**D2P2, **BLOCK}),
     "zero1_d2t2": ("adamw", 4, {**D2T2, **GROUP, "sequence_parallel": True}),
-    "zero2_adamw_4": ("adamw", 4, {**ZERO2, **GROUP, "microbatches": 2}),
-    "zero3_sgd_4": ("sgd", 4, ZERO3),
+    "zero3_sgd_4": ("sgd", 4, {**ZERO3, **GROUP}),
+    "zero3_d2t2": ("sgd", 4, {**D2T2, "shard_parameters": True, "sequence_parallel": True}),
 }
 BROKEN = {
     # name: (fault, processes, fields)
     "broken_zero1": ("missing_scatter_sum", 2, {**SGD, **ZERO1}),
     "broken_zero3": ("missing_scatter_sum", 2, {**SGD, **ZERO3}),
-    "broken_d2t2": ("missing_scatter_sum", 4, {**SGD, **D2T2}),
     "overflow_zero1": ("overflow_on_last_replica", 2, {**SGD, **FLOAT16, **ZERO1}),
 }
 RESUMED = {
     # name: (processes, fields, fields of the second trainer)
     "resumed_zero1": (2, ZERO1, {}),
     "resumed_zero3": (2, {**ZERO3, "precision": "bfloat16"}, {}),
-    "moved_to_zero3": (4, D2T2, {"tensor_parallel_degree": 1, "microbatches": 1, **ZERO3}),
-    "moved_to_mesh": (4, ZERO2, {"shard_gradients": False, **D2T2}),
+    "moved_to_mesh": (4, ZERO2, {**D2T2, **BLOCK, "shard_parameters": True}),
 }
 
 
@@ -170,9 +166,8 @@ def test_bfloat16_is_as_exact_as_on_one_device(saw, name):
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", [n for n in BROKEN if n.startswith("broken")])
 def test_a_missing_sum_is_found(saw, name):
-    for prefix in ("gradient/",):
-        error, _ = largest_error(saw[name], saw["sgd"], prefix)
-        assert error > 1000 * TOLERANCE
+    error, _ = largest_error(saw[name], saw["sgd"], "gradient/")
+    assert error > 1000 * TOLERANCE
 
 
 @pytest.mark.distributed
@@ -191,3 +186,7 @@ def test_saved_state_goes_on(saw, name):
         np.testing.assert_array_equal(result["resumed"], result["went_on"])
     else:
         np.testing.assert_allclose(result["resumed"], result["went_on"], rtol=TOLERANCE)
+        steps = len(result["losses"])
+        np.testing.assert_allclose(
+            result["losses"], saw["adamw"]["losses"][:steps], rtol=ADAM_TOLERANCE
+        )

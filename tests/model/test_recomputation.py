@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.distributed.parity_worker import local_batch, make_config
+from tfbig.model.host_store import HostStore
 from tfbig.model.recomputation import recomputed
 from tfbig.recomputation_mode import group_size, problem
 from trainers.clock import Clock
@@ -54,6 +55,36 @@ def test_gradients_equal_and_the_forward_pass_is_made_again(plain, mode):
     for path, value in expected.items():
         np.testing.assert_allclose(found[path], value, rtol=1e-5, atol=1e-6, err_msg=path)
     assert (num_softmaxes(graph), num_softmaxes(graph_again)) == (2, 4)
+
+
+def test_inputs_that_wait_on_the_host_change_nothing(plain):
+    expected, _ = plain
+    found, graph = traced(make("block", offload_activations=True, activation_loading_horizon=1))
+    for path, value in expected.items():
+        np.testing.assert_allclose(found[path], value, rtol=1e-5, atol=1e-6, err_msg=path)
+    on_host = [o for o in graph.get_operations() if o.device.endswith("CPU:0")]
+    assert len(on_host) >= 2, "two blocks' inputs"
+
+
+@pytest.mark.parametrize("horizon", [0, 1, 5])
+def test_a_transfer_back_begins_the_horizon_before_its_use(horizon):
+    @tf.function(autograph=False)
+    def run(*tensors):
+        store, events = HostStore(horizon), []
+        for index in range(4):
+            store.put(index, tensors[index])
+        for index in (3, 2, 1, 0):
+            after = tf.identity(tensors[4], name=f"after_{index}")
+            events.append(tf.identity(store.get(index, after), name=f"got_{index}"))
+        return events
+
+    values = [tf.constant(float(index)) for index in range(5)]
+    assert [float(x) for x in run(*values)] == [3, 2, 1, 0]
+    graph = run.get_concrete_function(*values).graph
+    for index in range(4):
+        transfer = graph.get_operation_by_name(f"got_{index}").inputs[0].op
+        begins = min(3, index + horizon)
+        assert [o.name for o in transfer.control_inputs] == [f"after_{begins}"]
 
 
 def test_backward_keeps_the_arguments_alone():

@@ -97,17 +97,27 @@ def initialize(
       variables: by canonical path.
       split: which part of each sharded variable is here; rows of padding become zero.
     """
-    shapes = {spec.path: spec.shape for spec in variable_specs(config)}
     for path, variable in variables.items():
-        shape, dim = shapes[path], variable_rule(path).shard_dim
-        if dim is None or split.size == 1:
-            variable.assign(initial_value(config, seed, path, shape))
-            continue
-        start, size = split.valid_part(shape[dim])
-        padding = variable.shape[dim] - size
-        if size == 0:
-            variable.assign(tf.zeros(variable.shape))
-            continue
-        value = initial_value(config, seed, path, shape, start, size)
-        pads = [[0, padding if index == dim else 0] for index in range(len(shape))]
-        variable.assign(tf.pad(value, pads) if padding else value)
+        variable.assign(part_value(config, seed, path, split))
+
+
+def part_value(config: ModelConfig, seed: int, path: str, split: TensorSplit = WHOLE) -> tf.Tensor:
+    """Returns the initial value of what is here of a variable; rows of padding are zero.
+
+    Args:
+      config: the model.
+      seed: the run's seed.
+      path: canonical path.
+      split: which part of each sharded variable is here.
+    """
+    shape = next(spec.shape for spec in variable_specs(config) if spec.path == path)
+    dim = variable_rule(path).shard_dim
+    if dim is None or split.size == 1:
+        return initial_value(config, seed, path, shape)
+    start, size = split.valid_part(shape[dim])
+    own = split.part(shape[dim])[1]
+    if size == 0:
+        return tf.zeros([*shape[:dim], own, *shape[dim + 1 :]])
+    value = initial_value(config, seed, path, shape, start, size)
+    pads = [[0, own - size if index == dim else 0] for index in range(len(shape))]
+    return tf.pad(value, pads) if own > size else value
