@@ -2,7 +2,7 @@
 
 usage: python benchmarks/memory.py [--quick]
 
-Two ranks train a narrow and a deep model under each option; the difference of their peaks over the
+Two ranks train a narrow and a wide model under each option; the difference of their peaks over the
 difference of their parameters is what a parameter takes. Peaks are Linux's VmHWM with glibc told to
 hand every larger block back at once, so that they are of what is held, not of what was.
 """
@@ -23,7 +23,11 @@ HANDS_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6553
 
 
 class Option(NamedTuple):
-    """What is measured, and the bytes a parameter that docs/memory.md says it takes."""
+    """What is measured, and the bytes a parameter that docs/memory.md says it takes.
+
+    Of units that are gathered, or whose gradients have not left yet, a deep model has a small part
+    at a time; of these few blocks it is added.
+    """
 
     fields: dict
     resting: float  # between steps
@@ -32,11 +36,15 @@ class Option(NamedTuple):
 
 HOROVOD = {"strategy": "horovod", "gradient_reduction": "buckets"}
 SHARED = {"strategy": "horovod"}
+LAYERS = 4
+UNIT = 4 / LAYERS  # bytes a parameter of one block's weights, or gradients
 OPTIONS = {
     "none": Option(HOROVOD, 12, 16),
     "ZeRO-1": Option({**SHARED, "shard_optimizer_state": True}, 4 + 8 / RANKS, 8 + 8 / RANKS),
-    "ZeRO-2": Option({**SHARED, "shard_gradients": True}, 4 + 8 / RANKS, 4 + 12 / RANKS),
-    "ZeRO-3": Option({**SHARED, "shard_parameters": True}, 12 / RANKS, 16 / RANKS),
+    # A block's gradients, and flat once more.
+    "ZeRO-2": Option({**SHARED, "shard_gradients": True}, 4 + 8 / RANKS, 4 + 12 / RANKS + 2 * UNIT),
+    # Two blocks' weights, a block's gradients, and flat once more.
+    "ZeRO-3": Option({**SHARED, "shard_parameters": True}, 12 / RANKS, 16 / RANKS + 4 * UNIT),
     "ZeRO-1, bfloat16": Option(
         {**SHARED, "shard_optimizer_state": True, "precision": "bfloat16"},
         2 + 12 / RANKS,
@@ -102,7 +110,7 @@ def measure(cases: list[dict]) -> None:
         saw = {
             "name": case["name"],
             "parameters": count_parameters(config.model),
-            "layers": config.model.num_layers,
+            "rows": config.run.global_batch,
             "resting": resting,
             "peak": held.peak(),
         }
@@ -129,30 +137,33 @@ def make_batch(config, rows: int) -> dict:
 
 
 def state_cases(quick: bool) -> list[dict]:
-    """Returns the cases whose parameters count: short samples, two depths."""
-    width, depths = (256, (2, 8)) if quick else (512, (2, 8))
-    shape = {"embed_dim": width, "num_heads": 4, "vocab_size": 64, "max_length": 8}
+    """Returns the cases whose parameters count: short samples, two widths.
+
+    The graph of a step, which takes a dozen megabytes a block, is as large for both.
+    """
+    widths = (256, 768) if quick else (512, 1536)
+    shape = {"num_layers": LAYERS, "num_heads": 4, "vocab_size": 64, "max_length": 8}
     run = {"sequence_length": 8, "global_batch": RANKS, "bucket_megabytes": 4, "num_threads": 1}
     return [
-        {"name": name, "fields": {**shape, **run, **option.fields, "num_layers": layers}}
+        {"name": name, "fields": {**shape, **run, **option.fields, "embed_dim": width}}
         for name, option in OPTIONS.items()
-        for layers in depths
+        for width in widths
     ]
 
 
 def activation_cases(quick: bool) -> list[dict]:
-    """Returns the cases whose activations count: long samples, narrow, two depths."""
-    length, rows = (128, 4) if quick else (256, 8)
-    shape = {"embed_dim": 128, "num_heads": 4, "vocab_size": 64, "max_length": length}
-    run = {"sequence_length": length, "global_batch": rows, "num_threads": 1}
+    """Returns the cases whose activations count: a narrow model, two sizes of batch."""
+    length, batches = (128, (4, 24)) if quick else (256, (8, 48))
+    shape = {"num_layers": 6, "embed_dim": 128, "num_heads": 4, "vocab_size": 64}
+    run = {"sequence_length": length, "max_length": length, "num_threads": 1}
     run |= {"strategy": "single", "attention": "plain"}
     return [
         {
             "name": mode,
-            "fields": {**shape, **run, "activation_checkpointing": mode, "num_layers": layers},
+            "fields": {**shape, **run, "activation_checkpointing": mode, "global_batch": rows},
         }
-        for mode in ("none", "attention", "block")
-        for layers in (4, 12)
+        for mode in ("none", "block")
+        for rows in batches
     ]
 
 
@@ -199,11 +210,23 @@ def report_state(results: list[dict]) -> None:
         print(f"{name}: the largest model in 4 GiB a rank, by that line: {fits / 1e6:,.0f} M")
 
 
-def report_activations(results: list[dict]) -> None:
-    """Prints what a layer's activations take."""
+def report_activations(results: list[dict], quick: bool) -> None:
+    """Prints what a sample's activations take, against what trainers/activations.py counts."""
+    from tfbig.config import Config, replace_fields
+    from trainers.activations import block_bytes, head_bytes, whole_block_bytes
+
+    fields = {case["name"]: case["fields"] for case in activation_cases(quick)}
     for name, (small, large) in pairs(results).items():
-        value = slope(small, large, "peak", "layers")
-        print(f"activations, {name}: {value / 1e6:.2f} MB a layer beyond 16 bytes a parameter")
+        config = replace_fields(Config(), fields[name])
+        formula = config.model.num_layers * block_bytes(config, 1, name) + head_bytes(config, 1)
+        if name != "none":
+            formula += whole_block_bytes(config, 1)  # the one that is made again
+        found = slope(small, large, "peak", "rows")
+        met = "yes" if abs(found / formula - 1) <= BAR else "no"
+        print(
+            f"activations, --activation_checkpointing={name}: MB a sample; formula"
+            f" {formula / 1e6:.2f} | within {BAR:.0%} | {found / 1e6:.2f} | {met}"
+        )
 
 
 def main() -> None:
@@ -217,7 +240,7 @@ def main() -> None:
         measure(cases[sys.argv[sys.argv.index("--worker") + 1]])
         return
     report_state(launch(RANKS, "state", quick))
-    report_activations(launch(1, "activations", quick))
+    report_activations(launch(1, "activations", quick), quick)
 
 
 if __name__ == "__main__":

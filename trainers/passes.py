@@ -52,6 +52,7 @@ class Passes:
         self._num_outputs = len(both.outputs)
         forward = wrapped.prune(inputs, [*both.outputs, *kept])
         backward = wrapped.prune([*inputs, *kept, upstream], both.gradients)
+        self.graphs = (forward.graph, backward.graph)  # to look into
         self._forward = flat_function(forward, _specs(inputs), jit_compile)
         self._backward = flat_function(backward, _specs([*inputs, *kept, upstream]), jit_compile)
 

@@ -1,0 +1,53 @@
+"""How many all-reduces a block's passes make under tensor parallelism, with recomputation."""
+
+import functools
+
+import pytest
+import tensorflow as tf
+
+from tests.distributed.parity_worker import local_batch, make_config
+from tfbig.model.gpt import GPT
+from trainers.pipeline_stage import Chunk
+from trainers.tensor_parallel import TensorParallel
+
+MARK, LAYERS = "Roll", 2  # an operation that the model has nowhere else
+
+
+class MarkingGroup:
+    """Two ranks of which one is missing: sums are rolls by nothing, which can be counted."""
+
+    size, rank = 2, 0
+
+    def all_reduce(self, tensor, name, op="sum", clock=None):
+        return tf.roll(tensor, 0, 0)
+
+    def all_gather(self, tensor, name, clock=None):
+        return tf.concat([tensor, tensor], 0)
+
+
+@functools.cache
+def count(mode: str) -> tuple[int, int]:
+    """Returns the all-reduces of the forward and of the backward pass."""
+    config = make_config({"fields": {}, "model": {"num_layers": LAYERS}})
+    split = TensorParallel(MarkingGroup())
+    chunk = Chunk(GPT.from_config(config.model, split=split, activation_checkpointing=mode))
+    chunk.begin()
+
+    class Replica:
+        data_size, data_rank = 4, 0
+
+    chunk.forward(None, local_batch(Replica, 0), 0, 1, tf.constant(0, tf.int64))
+    (passes,) = chunk._passes.values()
+    forward, backward = (
+        sum(operation.type == MARK for operation in graph.get_operations())
+        for graph in passes.graphs
+    )
+    return forward, backward
+
+
+@pytest.mark.parametrize("mode, repeated", [("block", 1), ("group_2", 1.5)])
+def test_backward_repeats_only_the_sums_that_it_reads(mode, repeated):
+    """Of a group, all of the forward pass's two a block but the last one's second."""
+    plain, found = count("none"), count(mode)
+    assert plain[0] == found[0] and plain[0] > 2 * LAYERS
+    assert found[1] - plain[1] == repeated * LAYERS
