@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfbig.errors import UserError
+from tfbig.errors import RunError, UserError
 from tfbig.rectangle import Rectangle
 from tfbig.safetensors_file import dtype_of
 
@@ -25,7 +25,7 @@ _STEP_DIRECTORY = re.compile(r"step_(\d{8,})")
 _OUR_FILE = re.compile(r"(?:part-(\d{5,})\.(?:safetensors|json)|manifest\.json)(?:\.tmp-\d+)?")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint could not be saved; what was saved before it is intact."""
 
 

@@ -1,5 +1,6 @@
 """What every entry point shares: exit codes, one-line errors, a quiet start of TensorFlow."""
 
+import errno
 import json
 import os
 import sys
@@ -7,11 +8,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
-from tfbig.errors import UserError
+from tfbig.errors import RunError, UserError
 
 EXIT_FAULT = 1  # ours or the machine's, with a traceback
 EXIT_USER_ERROR = 2  # a user's mistake, one line
 EXIT_SIGNAL = 143  # stopped by a signal after saving
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _OTHER_RANK_PATIENCE = 8.0  # seconds in which the launcher ends this rank for rank 0's error
 _OTHER_RANKS_NOTICE = 1.0  # seconds in which the others notice that this rank has failed
 _FAILED_RANK_PATIENCE = 15.0  # seconds in which the failed rank prints its error and ends
@@ -48,8 +50,9 @@ def run_command(
       body: takes the arguments, returns an exit code or None for 0.
       arguments: what follows the command's name.
 
-    A UserError becomes one line on standard error and exit code 2. Any other exception keeps its
-    traceback and becomes exit code 1.
+    A UserError becomes one line on standard error and exit code 2; a RunError, or a disk that is
+    full or failing, one line and exit code 1. Any other exception keeps its traceback and becomes
+    exit code 1.
     """
     quiet_tensorflow()
     try:
@@ -57,21 +60,32 @@ def run_command(
     except UserError as error:
         _say(name, str(error))
         code = EXIT_USER_ERROR
+    except RunError as error:
+        code = EXIT_FAULT
+        if error.on_all_ranks:
+            _say(name, str(error))
+        else:
+            _report(name, error, str(error))
     except KeyboardInterrupt:
         _say(name, "interrupted")
         code = 130
     except Exception as error:
         code = EXIT_FAULT
-        _report(name, error)
+        _report(name, error, _disk_problem(error))
     sys.stdout.flush()
     sys.stderr.flush()
     raise SystemExit(code)
 
 
-def _report(name: str, error: Exception) -> None:
+def _report(name: str, error: Exception, line: str | None) -> None:
     """Prints a fault so that the rank whose fault it is speaks last and ends first.
 
     What ends first has the launcher end the others.
+
+    Args:
+      name: of the command.
+      error: the fault.
+      line: what to print instead of its traceback.
     """
     if "Horovod has been shut down" in str(error):
         rank = launched_rank()
@@ -81,7 +95,21 @@ def _report(name: str, error: Exception) -> None:
         return
     if int(os.environ.get("HOROVOD_SIZE", "1")) > 1:
         time.sleep(_OTHER_RANKS_NOTICE)
-    traceback.print_exception(error)
+    if line is None:
+        traceback.print_exception(error)
+    else:
+        where = f"rank {launched_rank()}: " if launched_rank() else ""
+        print(f"tfbig {name}: error: {where}{' '.join(line.split())}", file=sys.stderr)
+
+
+def _disk_problem(error: Exception) -> str | None:
+    """Returns one line for a disk that is full, failing or read-only; None for other faults."""
+    if not isinstance(error, OSError) or error.errno not in _DISK_ERRORS:
+        return None
+    return (
+        f"cannot write {error.filename or 'to the disk'}: {error.strerror}. What was saved before "
+        "is intact: the same command goes on from there"
+    )
 
 
 def _say(name: str, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from tfbig.errors import UserError
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import ProfileConfig
+from tfbig.robustness_config import RobustnessConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +258,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    robustness: RobustnessConfig = field(default_factory=RobustnessConfig)
 
 
 def replace_fields(config: Config, values: Mapping[str, object]) -> Config:

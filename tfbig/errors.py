@@ -1,4 +1,4 @@
-"""The one exception that means "the user can mend this"."""
+"""Exceptions whose message says all: what the user can mend, and what befell the machine."""
 
 
 class UserError(ValueError):
@@ -6,6 +6,21 @@ class UserError(ValueError):
 
     Anything else that escapes is a fault of ours or the machine's, and keeps its traceback.
     """
+
+
+class RunError(RuntimeError):
+    """What ended a run and is neither a user's mistake nor a fault of the code: one line, code 1.
+
+    A full disk, a rank that hangs, losses that are not finite.
+
+    Args:
+      text: the line.
+      on_all_ranks: whether every rank raises the same, so that one of them says it.
+    """
+
+    def __init__(self, text: str, on_all_ranks: bool = False) -> None:
+        super().__init__(text)
+        self.on_all_ranks = on_all_ranks
 
 
 def near_matches(word: str, known: list[str]) -> str:

@@ -1,14 +1,22 @@
 """Loss, perplexity, bits per byte and accuracy over a whole split, on all ranks together."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 
+class EvaluationStopped(Exception):
+    """A rank was told to stop in the middle of an evaluation."""
+
+
 def evaluate(
-    trainer: Any, batches: Iterable[Any], num_bytes: int, weights: str = "model"
+    trainer: Any,
+    batches: Iterable[Any],
+    num_bytes: int,
+    weights: str = "model",
+    before_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Returns the measures of a split; every rank calls this and gets the same numbers.
 
@@ -18,6 +26,7 @@ def evaluate(
         have no valid token.
       num_bytes: of text that the split's labels stand for; 0 leaves bits per byte out.
       weights: "model" or "ema".
+      before_batch: called before each batch; what it raises ends the evaluation.
 
     Returns:
       loss (mean over tokens, nats), perplexity, accuracy (of the most likely next token),
@@ -25,6 +34,7 @@ def evaluate(
     """
     totals = np.zeros(3)  # loss_sum, num_tokens, num_correct
     for batch in batches:
+        before_batch()
         totals += [np.sum(rows, dtype=np.float64) for rows in trainer.evaluate_step(batch, weights)]
     loss_sum, num_tokens, num_correct = (float(total) for total in totals)
     loss = loss_sum / num_tokens if num_tokens else math.nan

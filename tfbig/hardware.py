@@ -60,6 +60,11 @@ def gpu_memory_bytes() -> int:
     return min(device.memory_limit for device in devices if device.device_type == "GPU")
 
 
+def steps_overlap() -> bool:
+    """Returns whether a call of a step returns before the step is done, as on a GPU."""
+    return bool(tf.config.get_visible_devices("GPU"))
+
+
 def peak_memory_bytes() -> int:
     """Returns the most memory this process has used: of its GPU if it has one, else resident."""
     if tf.config.get_visible_devices("GPU"):

@@ -48,6 +48,9 @@ class RecordHook(Hook):
     def on_checkpoint(self, step: int, seconds: float) -> None:
         self._events.write_event("checkpoint", "saved", step=step, seconds=seconds)
 
+    def on_event(self, event: str, reason: str, **fields: Any) -> None:
+        self._events.write_event(event, reason, **fields)
+
     def on_stop(self, progress: Progress, reason: str) -> None:
         if reason == "signal":
             self._events.write_event("signal", "a rank was told to stop", step=progress.step)
@@ -132,6 +135,14 @@ class ProgressHook(Hook):
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
         self._console.print(f"step {step:>6}  checkpoint saved in {seconds:.1f} s")
+
+    def on_event(self, event: str, reason: str, **fields: Any) -> None:
+        samples = ""
+        if "first_sample" in fields:
+            samples = f" (samples {fields['first_sample']} to {fields['last_sample']})"
+        self._console.print(
+            f"step {fields.get('step', ''):>6}  {event.replace('_', ' ')}: {reason}{samples}"
+        )
 
     def on_stop(self, progress: Progress, reason: str) -> None:
         if self._live is not None:

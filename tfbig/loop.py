@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
+from tfbig.bad_steps import BadStep, BadSteps
 from tfbig.config import Config
-from tfbig.hardware import peak_memory_bytes
+from tfbig.hardware import peak_memory_bytes, steps_overlap
+from tfbig.heartbeat import Pulse
 from tfbig.metrics import StepTimes, Throughput, train_record
+from tfbig.saving import Saved
 from tfbig.schedule import global_batch, learning_rate
 from tfbig.step_spans import Spans, StepSpans
 from tfbig.stop_signal import STOP, StopSignal
@@ -49,10 +52,21 @@ class Hook:
         """Called after each evaluation."""
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
-        """Called after each checkpoint."""
+        """Called when a checkpoint is complete, at the next step or the run's end."""
+
+    def on_event(self, event: str, reason: str, **fields: Any) -> None:
+        """Called when something happened that is none of the above, such as a bad step."""
 
     def on_stop(self, progress: Progress, reason: str) -> None:
         """Called once, at the end."""
+
+
+class Saver(Protocol):
+    """What the loop needs of run_state.StateKeeper."""
+
+    def save(self, progress: Progress, metadata: dict[str, Any]) -> None: ...
+
+    def finished(self, wait: bool = False) -> list[Saved]: ...
 
 
 class _Pending(NamedTuple):
@@ -67,6 +81,8 @@ class _Pending(NamedTuple):
     start_time: float  # the same, in seconds since 1970
     data_wait: float
     num_samples: int
+    batch: Any
+    max_loss: float
 
 
 @dataclass
@@ -76,22 +92,33 @@ class Loop:
     Args:
       config: the run.
       trainer: built, with the run's state in it.
-      batches: from the next sample on, one a step.
-      evaluate: returns the validation measures; called on every rank.
-      save: writes a checkpoint of (progress, metadata); called on every rank.
+      open_batches: gives, from a point of the run on, one batch a step.
+      evaluate: returns the validation measures, or None when a rank was told to stop meanwhile;
+        called on every rank.
+      saver: saves checkpoints; called alike on every rank.
       hooks: see Hook.
       throughput: for rates.
       stop_signal: entered; polled each step.
+      bad_steps: judges each step.
+      examine: returns what is known of a step's samples, of (first sample, batch); called on
+        every rank.
+      reload: loads the newest checkpoint and returns where it stood, None without one; called on
+        every rank.
+      pulse: is told where the loop is.
     """
 
     config: Config
     trainer: Any
-    batches: Iterator[Any]
-    evaluate: Callable[[], dict[str, float]]
-    save: Callable[[Progress, dict[str, Any]], None]
+    open_batches: Callable[[Progress], Iterator[Any]]
+    evaluate: Callable[[], dict[str, float] | None]
+    saver: Saver
     hooks: Sequence[Hook]
     throughput: Throughput
     stop_signal: StopSignal
+    bad_steps: BadSteps
+    examine: Callable[[int, Any], dict[str, Any]] = lambda first_sample, batch: {}
+    reload: Callable[[], Progress | None] = lambda: None
+    pulse: Pulse = field(default_factory=Pulse)
 
     def run(self, progress: Progress, resumed: bool = False) -> str:
         """Trains from `progress` on.
@@ -100,60 +127,80 @@ class Loop:
           Why it ended: "done" or the signal.
         """
         self._call("on_start", progress, resumed)
+        self.progress = progress
         self._evaluation: dict[str, Any] = {}
         self._saved_step = progress.step if resumed else -1
         self._stopping = False
+        self._batches = self.open_batches(progress)
+        self._bad: tuple[_Pending, BadStep] | None = None
         pending: _Pending | None = None
-        first = True
-        while progress.step < self.config.run.steps and not self._stopping:
-            sampling = [hook for hook in self.hooks if hook.samples(progress.step + 1)]
+        first, overlap = True, steps_overlap()
+        while self.progress.step < self.config.run.steps and not self._stopping:
+            self._report_saves()
+            sampling = [hook for hook in self.hooks if hook.samples(self.progress.step + 1)]
             if sampling and pending is not None:
                 self._finish(pending)
                 pending = None
             for hook in sampling:
-                hook.on_sample_begin(progress.step + 1)
-            launched = self._launch(progress)
-            progress = launched.progress
+                hook.on_sample_begin(self.progress.step + 1)
+            launched = self._launch(self.progress)
+            self.progress = launched.progress
             if first:
                 launched.result.loss_sum.numpy()
                 self._call("on_compiled", time.perf_counter() - launched.start)
                 first = False
+            if not overlap:  # nothing runs beside the next step: it can know this one's signal
+                self._stopping = int(launched.result.signal) >= STOP
             if pending is not None:
                 # Steady state: a step lasts until the next one is launched.
                 self._finish(pending, launched.start)
             pending = launched
-            if sampling:
+            if sampling or self._is_due(self.progress.step) or self._stopping:
                 self._finish(pending)
                 pending = None
                 for hook in sampling:
-                    hook.on_sample_end(progress.step)
-            if self._is_due(progress.step) or self._stopping:
-                if pending is not None:
-                    self._finish(pending)
-                pending = None
-                self._pause(progress)
+                    hook.on_sample_end(self.progress.step)
+            is_back = self._bad is not None and self._roll_back(*self._bad)
+            self._bad = None
+            if is_back:
+                pending = None  # what was launched meanwhile is void
+            elif pending is None and (self._is_due(self.progress.step) or self._stopping):
+                self._pause(self.progress)
         if pending is not None:
             self._finish(pending)
-        if self._saved_step != progress.step:
-            self._checkpoint(progress)
+        if self._saved_step != self.progress.step:
+            self._checkpoint(self.progress)
+        self.pulse.enter("save")
+        self._report_saves(wait=True)
         reason = "signal" if self._stopping else "done"
-        self._call("on_stop", progress, reason)
+        self._call("on_stop", self.progress, reason)
         return reason
 
     def _launch(self, progress: Progress) -> _Pending:
         """Starts one optimizer update."""
         start, start_time = time.perf_counter(), time.time()
-        batch = next(self.batches)
+        self.pulse.enter("data", progress.step)
+        batch = next(self._batches)
         data_wait = time.perf_counter() - start
+        self.pulse.enter("step", progress.step + 1)
         rate = learning_rate(self.config.optimizer, progress.step, self.trainer.num_replicas)
-        result = self.trainer.train_step(
-            batch, progress.step, rate, self.config.run.max_loss, self.stop_signal.value
-        )
+        limit = self.bad_steps.limit(progress.step + 1)
+        result = self.trainer.train_step(batch, progress.step, rate, limit, self.stop_signal.value)
         num_samples = global_batch(self.config.run, progress.consumed_samples)
         after = Progress(progress.step + 1, progress.consumed_samples + num_samples)
         communication, spans = self.trainer.timings(), self.trainer.spans()
         return _Pending(
-            after, rate, result, communication, spans, start, start_time, data_wait, num_samples
+            after,
+            rate,
+            result,
+            communication,
+            spans,
+            start,
+            start_time,
+            data_wait,
+            num_samples,
+            batch,
+            limit,
         )
 
     def _finish(self, pending: _Pending, end: float | None = None) -> None:
@@ -176,8 +223,43 @@ class Loop:
             self.throughput.at_batch(pending.num_samples / self.config.run.global_batch),
             peak_memory_bytes(),
         )
+        self.pulse.note_times(times)
+        record |= self.pulse.slowest
         self._call("on_step", record)
         self._stopping = self._stopping or signal >= STOP
+        bad = self.bad_steps.judge(record, pending.max_loss)
+        if bad is not None:
+            self._bad = pending, bad
+            first_sample = pending.progress.consumed_samples - pending.num_samples
+            found = self.examine(first_sample, pending.batch)
+            self._call("on_event", "bad_step", bad.reason, step=bad.step, **found)
+            self.bad_steps.count(bad)
+
+    def _roll_back(self, pending: _Pending, bad: BadStep) -> bool:
+        """Goes back to the newest checkpoint, and on with the samples after the bad step's.
+
+        Between a checkpoint and a spike lies what led to it: going back and leaving those samples
+        out is what PaLM's authors did (arXiv 2204.02311, section 5.1).
+
+        Returns:
+          Whether it has; not where skipping is the policy, or where there is no checkpoint.
+        """
+        if self.config.robustness.bad_step_policy != "rollback":
+            return False
+        self.pulse.enter("rollback")
+        self._report_saves(wait=True)
+        old = self.reload()
+        if old is None:
+            return False
+        self.bad_steps.roll_back(bad, old.step)
+        consumed = pending.progress.consumed_samples
+        fields = {"step": bad.step, "to_step": old.step}
+        fields |= {"first_sample": old.consumed_samples, "last_sample": consumed - 1}
+        self._call("on_event", "rollback", f"these samples are left out: {bad.reason}", **fields)
+        self.progress = Progress(old.step, consumed)
+        self._saved_step = -1 if self._stopping else old.step
+        self._batches = self.open_batches(self.progress)
+        return True
 
     def _is_due(self, step: int) -> bool:
         run = self.config.run
@@ -192,7 +274,11 @@ class Loop:
             not self._stopping
         ):
             start = time.perf_counter()
+            self.pulse.enter("evaluation")
             measures = self.evaluate()
+            if measures is None:
+                self._stopping = True  # the checkpoint is made on the way out
+                return
             self._evaluation = {
                 "kind": "eval",
                 "step": progress.step,
@@ -206,12 +292,17 @@ class Loop:
             self._checkpoint(progress)
 
     def _checkpoint(self, progress: Progress) -> None:
-        start = time.perf_counter()
+        self.pulse.enter("save")
         fresh = self._evaluation.get("step") == progress.step
-        self.save(progress, {"eval_loss": self._evaluation["loss"]} if fresh else {})
+        metadata = {"eval_loss": self._evaluation["loss"]} if fresh else {}
+        self.saver.save(progress, {**metadata, "recent_losses": self.bad_steps.losses()})
         self._saved_step = progress.step
-        self._call("on_checkpoint", progress.step, time.perf_counter() - start)
 
-    def _call(self, method: str, *arguments: Any) -> None:
+    def _report_saves(self, wait: bool = False) -> None:
+        """Reports the saves that have ended, and raises what one of them failed with."""
+        for saved in self.saver.finished(wait):
+            self._call("on_checkpoint", saved.step, saved.seconds)
+
+    def _call(self, method: str, *arguments: Any, **fields: Any) -> None:
         for hook in self.hooks:
-            getattr(hook, method)(*arguments)
+            getattr(hook, method)(*arguments, **fields)

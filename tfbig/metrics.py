@@ -107,7 +107,7 @@ def train_record(
         "data_wait_seconds": times.data_wait,
         "compute_seconds": max(0.0, times.step - times.data_wait - communication),
         "communication_seconds": dict(times.communication),
-        "slowest_rank": None,
+        "slowest_rank": None,  # of several: see heartbeat.slowest_rank
         "mfu": utilisation,
         "hfu": utilisation,  # the same until activations are recomputed
         "peak_flops": throughput.peak_flops,

@@ -67,11 +67,11 @@ class RecordWriter:
         size = os.fstat(self._descriptor).st_size
         try:
             write_all(self._descriptor, line)
-        except OSError:
+            if self._durable:
+                os.fsync(self._descriptor)
+        except OSError as error:
             os.ftruncate(self._descriptor, size)
-            raise
-        if self._durable:
-            os.fsync(self._descriptor)
+            raise OSError(error.errno, error.strerror, os.fspath(self.path)) from error
 
     def close(self) -> None:
         """Makes the records durable and closes the file; a second call does nothing."""

@@ -1,7 +1,7 @@
 """The folder of a run: its files' names, and the writers and readers of those that are JSON.
 
 config.json  metrics.jsonl  events.jsonl  tensorboard/  checkpoints/  profiler-output/
-report.html  run.lock
+report.html  run.lock  heartbeats/  hang-rank-NNNNN.txt
 """
 
 import contextlib
@@ -94,6 +94,15 @@ class RunFolder:
     def report_path(self) -> Path:
         """The report of the run."""
         return self.path / "report.html"
+
+    @property
+    def heartbeats_dir(self) -> Path:
+        """One small file a rank, while the run goes on: where it is."""
+        return self.path / "heartbeats"
+
+    def hang_path(self, rank: int) -> Path:
+        """What a rank's watchdog wrote when nothing moved any more."""
+        return self.path / f"hang-rank-{rank:05d}.txt"
 
     def create(self) -> None:
         """Makes the folder and the one for checkpoints; one that exists is kept.

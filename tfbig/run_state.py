@@ -1,5 +1,6 @@
 """Saving a run's state and finding it again: what a checkpoint says besides the variables."""
 
+import functools
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,8 +22,10 @@ from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.checkpoint_writer import CheckpointWriter
 from tfbig.config import Config, count_parameters, to_dict
 from tfbig.errors import UserError
+from tfbig.host_memory import HostCopy
 from tfbig.loop import Progress
 from tfbig.run_folder import RunFolder
+from tfbig.saving import Saved, Saving
 from tfbig.variables import num_trained_parameters
 
 # A resume may change how a run is executed, how long it is and what is logged; the rest is the
@@ -30,6 +33,7 @@ from tfbig.variables import num_trained_parameters
 MAY_DIFFER = (
     "parallel.*",
     "profile.*",
+    "robustness.*",
     "run.preset",
     "run.run_dir",
     "run.steps",
@@ -54,6 +58,7 @@ MUST_MATCH = ("parallel.precision",)
 ADDED_SINCE = {"model.lora_rank": 0, "model.lora_alpha": 16.0, "optimizer.freeze": ()}
 FLOAT32_BYTES = 4
 SAVE_TIMEOUT = 1800.0  # seconds that rank 0 waits for the other ranks' parts
+_FAILED_RUN_PATIENCE = 5.0  # seconds in which a save under way may end when the run fails
 
 
 def identity(config: Config, data_identity: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +123,10 @@ class StateKeeper:
         self._writer = CheckpointWriter(
             folder.checkpoints_dir, trainer.rank, trainer.size, SAVE_TIMEOUT
         )
+        self._copy = HostCopy()
+        self._saving: Saving | None = None
+        self._finished: list[Saved] = []
+        self._noted: set[str] = set()
 
     def find(self) -> tuple[CheckpointReader | None, list[str]]:
         """Returns the newest checkpoint that is intact, and a line for each newer one that isn't.
@@ -145,6 +154,33 @@ class StateKeeper:
         self._check_identity(reader)
         return reader, notes
 
+    def find_before(self, step: int) -> CheckpointReader | None:
+        """Returns the newest intact checkpoint from before a step is made; changes nothing.
+
+        Args:
+          step: counted from 1.
+
+        Raises:
+          UserError: the checkpoint belongs to a run with another identity.
+        """
+        newest = -1
+        if self._trainer.rank == 0:
+            for info in reversed(list_checkpoints(self._folder.checkpoints_dir)):
+                if info.step < step and not CheckpointReader(info.path).problems():
+                    newest = info.step
+                    break
+        newest = int(self._trainer.broadcast(np.array([newest], np.int64))[0])
+        if newest < 0:
+            return None
+        reader = self._reader_of(newest)
+        self._check_identity(reader)
+        return reader
+
+    def load_newest(self) -> Progress | None:
+        """Goes back to the newest intact checkpoint; None where there is none."""
+        reader, _ = self.find()
+        return None if reader is None else self.load(reader)
+
     def _reader_of(self, step: int) -> CheckpointReader:
         for info in list_checkpoints(self._folder.checkpoints_dir):
             if info.step == step:
@@ -171,20 +207,77 @@ class StateKeeper:
         return Progress(reader.step, reader.manifest["consumed_samples"])
 
     def save(self, progress: Progress, metadata: dict[str, Any]) -> None:
-        """Writes a checkpoint, together with all other ranks, then deletes old ones.
+        """Begins a checkpoint, together with all other ranks.
+
+        It returns when the state has been copied to host memory; `finished` says when the
+        checkpoint is complete. Without that memory, or without --async_checkpoints, it is
+        complete at once. An earlier save that is still under way is waited for.
 
         Raises:
           UserError: there is no room for it.
+          CheckpointError: the earlier save has failed.
         """
+        start = time.perf_counter()
         slices = list(self._trainer.state_slices())
-        num_bytes = num_bytes_to_write(slices)
-        error = free_disk_error(self._folder.checkpoints_dir, num_bytes)
+        error = free_disk_error(self._folder.checkpoints_dir, num_bytes_to_write(slices))
         if error:
             raise UserError(error)
+        if self._saving is not None:  # it uses the same room in host memory
+            self._finished.append(self._saving.result())
+            self._saving = None
         token = uuid.uuid4().int & (2**62 - 1)
         attempt = str(int(self._trainer.broadcast(np.array([token], np.int64))[0]))
+        state = self._run_state(progress, metadata, slices)
+        is_copied = self._can_copy(slices)
+        if is_copied:
+            slices = self._copy.take(slices)
+        write = functools.partial(self._write, progress.step, slices, state, attempt)
+        if is_copied:
+            self._saving = Saving(progress.step, write, start)
+        else:
+            write()
+            self._finished.append(Saved(progress.step, time.perf_counter() - start))
+
+    def finished(self, wait: bool = False) -> list[Saved]:
+        """Returns the checkpoints completed since the last call.
+
+        Args:
+          wait: whether to wait for one that is under way.
+
+        Raises:
+          CheckpointError: it could not be written.
+        """
+        if self._saving is not None and (wait or self._saving.is_done):
+            saving, self._saving = self._saving, None
+            self._finished.append(saving.result())
+        done, self._finished = self._finished, []
+        return done
+
+    def __enter__(self) -> "StateKeeper":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._saving is not None:  # only when the run fails
+            self._saving.wait_at_most(_FAILED_RUN_PATIENCE)
+
+    def _can_copy(self, slices: Sequence[Slice]) -> bool:
+        if not self._config.robustness.async_checkpoints:
+            return False
+        problem = self._copy.problem(slices)
+        if problem and problem not in self._noted:
+            self._noted.add(problem)
+            print(
+                f"rank {self._trainer.rank}: {problem}: training waits while this checkpoint is "
+                "written",
+                flush=True,
+            )
+        return problem is None
+
+    def _run_state(
+        self, progress: Progress, metadata: dict[str, Any], slices: Sequence[Slice]
+    ) -> RunState:
         config, data = self._config, self._data_identity(progress.consumed_samples)
-        state = RunState(
+        return RunState(
             consumed_samples=progress.consumed_samples,
             seeds={"run": config.run.seed},
             loss_scale=loss_scale_of(slices),
@@ -193,13 +286,17 @@ class StateKeeper:
             data=data,
             metadata={**metadata, "identity": identity(config, data)},
         )
-        self._writer.save(progress.step, slices, state, attempt)
-        self._writer.wait_until_complete(progress.step, attempt)
+
+    def _write(self, step: int, slices: list[Slice], state: RunState, attempt: str) -> None:
+        """Writes this rank's part and waits for the whole; rank 0 then deletes old checkpoints."""
+        self._writer.save(step, slices, state, attempt)
+        self._writer.wait_until_complete(step, attempt)
         if self._trainer.rank == 0:
             prune(
                 self._folder.checkpoints_dir,
-                keep_last=config.run.keep_last,
-                keep_best=int(config.run.keep_best),
+                keep_last=self._config.run.keep_last,
+                keep_every=self._config.robustness.keep_every,
+                keep_best=int(self._config.run.keep_best),
             )
 
 

@@ -1,6 +1,7 @@
 """Trains a GPT: `python -m tfbig.train --strategy=horovod`, alone or under horovodrun."""
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -27,7 +28,8 @@ from tfbig.flags import Flags
 from tfbig.interop.initial_weights import model_fields, tokenizer_folder
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import ProfileConfig
-from tfbig.run_folder import RunFolder, archive_for_restart
+from tfbig.robustness_config import RobustnessConfig
+from tfbig.run_folder import RunFolder
 from tfbig.validation import validate
 from tfbig.variables import is_adapter, num_trained_parameters
 
@@ -67,17 +69,21 @@ def _train(
     command: Sequence[str],
     held: contextlib.ExitStack,
 ) -> int:
+    from tfbig.bad_samples import examine_step
+    from tfbig.bad_steps import BadSteps
     from tfbig.durable_file import write_atomic
     from tfbig.hardware import gpu_memory_bytes, peak_flops
     from tfbig.hooks import main_rank_hooks
     from tfbig.interop.initial_weights import check_tokenizer
-    from tfbig.loop import Loop, Progress
+    from tfbig.loop import Loop
     from tfbig.metrics import Throughput
     from tfbig.planner.at_start import check_memory
     from tfbig.planner.prediction_hook import PredictionHook
     from tfbig.profiler.profiling import measured
+    from tfbig.run_start import make_run_folder
     from tfbig.run_state import StateKeeper, check_shared
     from tfbig.stop_signal import StopSignal
+    from tfbig.watchdog import Watchdog
     from trainers.validate import derive_microbatch_size
 
     # Whether it will fit.
@@ -88,18 +94,21 @@ def _train(
         derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
     data = open_data(config, trainer)
     check_tokenizer(config.run.init_from, data)
+    if config.robustness.replay_step:
+        return _replay(config, trainer, folder, initial, data)
 
     # Run folder and the checkpoint to go on from.
     held.enter_context(make_run_folder(config, folder, trainer))
     check_shared(folder, trainer)
-    keeper = StateKeeper(config, folder, trainer, data.identity)
+    pulse = held.enter_context(
+        Watchdog(folder, trainer.rank, trainer.size, config.robustness.hang_timeout)
+    ).pulse
+    keeper = held.enter_context(StateKeeper(config, folder, trainer, data.identity))
     reader, notes = keeper.find()
 
     # Model, optimizer, state.
     trainer.build(True, len(data.sources), data.vocab_size)
-    progress = keeper.load(reader) if reader is not None else Progress(0, 0)
-    if reader is None and initial is not None:
-        initialise_from(initial, trainer)
+    progress = start_from(keeper, reader, initial, trainer)
 
     # What is measured and watched.
     peak, peak_source = peak_flops(config.parallel.precision)
@@ -124,12 +133,16 @@ def _train(
         loop = Loop(
             config=config,
             trainer=trainer,
-            batches=train_batches(config, trainer, data, progress),
-            evaluate=lambda: evaluate_validation(config, trainer, data),
-            save=keeper.save,
+            open_batches=functools.partial(train_batches, config, trainer, data),
+            evaluate=lambda: evaluate_validation(config, trainer, data, stop_signal, pulse),
+            saver=keeper,
             hooks=[*measuring, *hooks],
             throughput=Throughput.of(config, total_peak),
             stop_signal=stop_signal,
+            bad_steps=BadSteps(config, recent_losses(reader)),
+            examine=functools.partial(examine_step, config, trainer, data),
+            reload=keeper.load_newest,
+            pulse=pulse,
         )
         reason = loop.run(progress, resumed=reader is not None)
     return EXIT_SIGNAL if reason == "signal" else 0
@@ -147,6 +160,35 @@ def print_verified(config: Config) -> None:
         print(f"verify: {comparison.line()}", flush=True)
 
 
+def start_from(keeper: Any, reader: Any, initial: Any, trainer: Any) -> Any:
+    """Fills a built trainer from a checkpoint, or from another run's; returns the progress."""
+    from tfbig.loop import Progress
+
+    if reader is not None:
+        return keeper.load(reader)
+    if initial is not None:
+        initialise_from(initial, trainer)
+    return Progress(0, 0)
+
+
+def recent_losses(reader: Any) -> Any:
+    """Returns the losses that a checkpoint keeps for judging the next ones."""
+    return reader.manifest["metadata"].get("recent_losses", ()) if reader is not None else ()
+
+
+def _replay(config: Config, trainer: Any, folder: RunFolder, initial: Any, data: Any) -> int:
+    from tfbig.replay import replay_step
+    from tfbig.run_state import StateKeeper
+
+    keeper = StateKeeper(config, folder, trainer, data.identity)
+    reader = keeper.find_before(config.robustness.replay_step)
+    trainer.build(True, len(data.sources), data.vocab_size)
+    progress = start_from(keeper, reader, initial, trainer)
+    batches = functools.partial(train_batches, config, trainer, data)
+    replay_step(config, trainer, data, progress, recent_losses(reader), batches)
+    return 0
+
+
 def train_batches(config: Config, trainer: Any, data: Any, progress: Any) -> Iterator[Any]:
     """Returns this process's batches from the next sample on, through batch warm-up."""
     return itertools.chain.from_iterable(
@@ -162,9 +204,19 @@ def train_batches(config: Config, trainer: Any, data: Any, progress: Any) -> Ite
     )
 
 
-def evaluate_validation(config: Config, trainer: Any, data: Any) -> dict[str, float]:
-    """Returns the measures of the whole validation split, and those of averaged weights."""
-    from tfbig.evaluation import evaluate
+def evaluate_validation(
+    config: Config, trainer: Any, data: Any, stop_signal: Any, pulse: Any
+) -> dict[str, float] | None:
+    """Returns the measures of the whole validation split, and those of averaged weights.
+
+    None means that a rank was told to stop meanwhile.
+    """
+    from tfbig.evaluation import EvaluationStopped, evaluate
+
+    def stop_together() -> None:
+        pulse.enter("evaluation")
+        if trainer.agree(stop_signal.value, "max"):
+            raise EvaluationStopped
 
     split = data.evaluation_batches(
         "validation",
@@ -172,9 +224,14 @@ def evaluate_validation(config: Config, trainer: Any, data: Any) -> dict[str, fl
         data_rank=trainer.data_rank,
         data_size=trainer.data_size,
     )
-    measures = evaluate(trainer, split, data.num_bytes("validation"))
-    if config.optimizer.ema_decay:
-        measures["ema_loss"] = evaluate(trainer, split, 0, weights="ema")["loss"]
+    num_bytes = data.num_bytes("validation")
+    try:
+        measures = evaluate(trainer, split, num_bytes, before_batch=stop_together)
+        if config.optimizer.ema_decay:
+            averaged = evaluate(trainer, split, 0, "ema", stop_together)
+            measures["ema_loss"] = averaged["loss"]
+    except EvaluationStopped:
+        return None
     return measures
 
 
@@ -225,49 +282,6 @@ def open_data(config: Config, trainer: Any) -> Any:
             "prepare another folder."
         )
     return data
-
-
-def make_run_folder(
-    config: Config, folder: RunFolder, trainer: Any
-) -> contextlib.AbstractContextManager:
-    """Has rank 0 make the run's folder and hold its lock; with --restart the old one is renamed.
-
-    Returns:
-      What is to be left when the run ends: it sets the lock free.
-
-    Raises:
-      UserError: on every rank, when another job holds the folder, when it cannot be made, or when
-        it has no room for a checkpoint.
-    """
-    held = contextlib.ExitStack()
-    error: UserError | None = None
-    if trainer.rank == 0:
-        try:
-            _take_run_folder(config, folder, held)
-        except UserError as failure:
-            held.close()
-            error = failure
-    if trainer.agree(int(error is not None), "max"):
-        held.close()
-        raise error or UserError(f"rank 0 could not make {folder.path}")
-    return held
-
-
-def _take_run_folder(config: Config, folder: RunFolder, held: contextlib.ExitStack) -> None:
-    from tfbig.run_lock import RunLock
-    from tfbig.run_state import check_room
-
-    check_room(config, folder)
-    if config.run.restart:
-        if folder.path.is_dir():
-            held.enter_context(RunLock(folder.path))  # it goes with the folder
-        archive = archive_for_restart(folder.path)
-        if archive is not None:
-            print(f"{folder.path} is now {archive}", flush=True)
-    folder.create()
-    lock = held.enter_context(RunLock(folder.path))
-    if lock.note:
-        print(lock.note, flush=True)
 
 
 def open_initial(config: Config) -> Any:
@@ -355,6 +369,7 @@ def _body(arguments: Sequence[str]) -> int:
         RunConfig,
         DataConfig,
         ParallelConfig,
+        RobustnessConfig,
         ProfileConfig,
         OptimizerConfig,
         ModelConfig,

@@ -10,6 +10,7 @@ from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import profile_problems
 from tfbig.recomputation_mode import group_size
 from tfbig.recomputation_mode import problem as recomputation_problem
+from tfbig.robustness_config import robustness_problems
 from tfbig.variables import is_trained, variable_specs
 
 _MAX_SEED = 2**31 - 1
@@ -33,6 +34,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _parallel_problems(config.parallel)
     yield from profile_problems(config.profile)
     yield from _adapter_problems(config)
+    yield from robustness_problems(config.robustness)
     length, positions = config.data.sequence_length, config.model.max_length
     if length < 1:
         yield f"--sequence_length={length}: a sample feeds at least 1 token."

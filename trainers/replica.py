@@ -182,7 +182,7 @@ class ReplicaTrainer(Trainer):
     def state_slices(self) -> Iterator[Slice]:
         for path, variable in self._locals[0].state().items():
             shape = tuple(variable.shape)
-            array = LazyArray(shape, variable.dtype.as_numpy_dtype, variable.numpy)
+            array = LazyArray(shape, variable.dtype.as_numpy_dtype, variable.read_value)
             yield Slice(path, shape, (0,) * len(shape), array, self.rank == 0)
 
     def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:

@@ -1,0 +1,152 @@
+"""Steps of NaN, Inf or a leaping loss: found, named, and treated as the policy says."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from data_pipeline.dataset import TokenData
+from tfbig import train
+from tfbig.bad_steps import BadSteps
+from tfbig.config import Config, replace_fields
+from tfbig.errors import RunError
+from tfbig.run_folder import read_events, read_metrics
+
+BAD_STEP, STEPS, GLOBAL_BATCH = 32, 34, 6
+FIRST = (BAD_STEP - 1) * GLOBAL_BATCH
+GOOD_SAMPLE = FIRST + 3
+BAD_SAMPLES = set(range(FIRST, FIRST + GLOBAL_BATCH)) - {GOOD_SAMPLE}
+
+
+def record(step, loss, norm=1.0, applied=True):
+    return {"step": step, "loss": loss, "grad_norm": norm, "num_tokens": 9.0, "applied": applied}
+
+
+def config_with(**fields) -> Config:
+    return replace_fields(Config(), fields)
+
+
+def test_the_limit_is_median_and_deviations_of_what_every_rank_knows():
+    steps = BadSteps(config_with(spike_threshold=3.0, spike_window=6))
+    losses = [4.0, 4.2, 3.8, 4.1, 3.9, 4.0, 90.0]
+    for step, loss in enumerate(losses, 1):
+        assert steps.limit(step) == 0 or step > 4  # half a window, and two steps late
+        assert steps.judge(record(step, loss), 0.0) is None
+    # At step 8 the losses up to step 6 count: median 4.0, MAD 0.1.
+    assert steps.limit(8) == pytest.approx(4.0 + 3 * 1.4826 * 0.1)
+    again = BadSteps(config_with(spike_threshold=3.0, spike_window=6), steps.losses())
+    assert again.limit(8) == steps.limit(8)
+    bad = steps.judge(record(8, 4.6, applied=False), 4.45)
+    assert bad is not None and bad.reason == "the loss 4.6000 is above 4.4500"
+    assert BadSteps(config_with(max_loss=5.0)).limit(1) == 5.0
+
+
+def test_what_is_not_finite_is_bad_except_where_a_loss_scale_overflows():
+    plain, scaled = BadSteps(Config()), BadSteps(config_with(precision="float16"))
+    infinite = record(1, 4.0, math.inf, applied=False)
+    assert "norm is inf" in plain.judge(infinite, 0.0).reason
+    assert scaled.judge(infinite, 0.0) is None
+    assert "loss is nan" in scaled.judge(record(1, math.nan, applied=False), 0.0).reason
+
+
+def test_limits_on_how_many():
+    steps = BadSteps(config_with(max_bad_steps=2, max_rollbacks=1))
+    for step in (1, 2):
+        bad = steps.judge(record(step, math.nan, applied=False), 0.0)
+        steps.count(bad)
+    steps.roll_back(bad, 0)
+    with pytest.raises(RunError, match=r"rolled back to step 0 1 times"):
+        steps.roll_back(bad, 0)
+    bad = steps.judge(record(3, math.nan, applied=False), 0.0)
+    with pytest.raises(RunError, match="3 of the last 3 steps are bad, more than --max"):
+        steps.count(bad)
+
+
+@pytest.fixture
+def flags(small_flags, monkeypatch) -> list[str]:
+    """Flags of a run five of whose samples are one token over and over."""
+    real = TokenData._gather
+
+    def gather(self, split, place, positions):
+        batch = real(self, split, place, positions)
+        if split == "train":
+            rows = np.isin(positions, list(BAD_SAMPLES))
+            batch["tokens"] = np.where(rows[:, None], 381, batch["tokens"]).astype(np.int32)
+        return batch
+
+    monkeypatch.setattr(TokenData, "_gather", gather)
+    return [
+        *small_flags,
+        "--learning_rate=0.03",
+        "--decay_steps=1000",
+        "--eval_every=0",
+        "--notensorboard",
+        "--spike_threshold=4",
+        "--spike_window=12",
+        "--checkpoint_every=15",
+        f"--steps={STEPS}",
+    ]
+
+
+def events_of(folder, kind):
+    return [event for event in read_events(folder) if event["event"] == kind]
+
+
+def contents(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_skip_names_the_samples_and_replay_shows_them(tmp_path, flags, capsys):
+    folder = tmp_path / "run"
+    flags = [*flags, f"--run_dir={folder}"]
+    assert train._body(flags) == 0
+    records = read_metrics(folder)
+    assert [r["step"] for r in records if not r["applied"]] == [BAD_STEP]
+    (event,) = events_of(folder, "bad_step")
+    assert event["step"] == BAD_STEP and "is above" in event["reason"]
+    assert (event["first_sample"], event["last_sample"]) == (FIRST, FIRST + 5)
+    assert {worst["sample"] for worst in event["worst"][:5]} == BAD_SAMPLES
+    assert sum(event["sources"].values()) == GLOBAL_BATCH
+    assert set(event["sources"]) <= {"even", "odd"}
+    before = contents(tmp_path)
+    capsys.readouterr()
+    assert train._body([*flags, f"--replay_step={BAD_STEP}"]) == 0
+    shown = capsys.readouterr().out
+    loss = records[BAD_STEP - 1]["loss"]
+    assert "from step 30" in shown
+    found = re.search(rf"step {BAD_STEP}: loss (\S+), ", shown)
+    assert float(found[1]) == pytest.approx(loss, rel=1e-4)
+    assert "SKIPPED" in shown and f"sample {event['worst'][0]['sample']}" in shown
+    assert contents(tmp_path) == before
+
+
+def test_rollback_leaves_out_what_lies_between(tmp_path, flags):
+    flags = [*flags, f"--run_dir={tmp_path}", "--bad_step_policy=rollback"]
+    assert train._body(flags) == 0
+    (event,) = events_of(tmp_path, "rollback")
+    assert (event["step"], event["to_step"]) == (BAD_STEP, 30)
+    assert (event["first_sample"], event["last_sample"]) == (180, FIRST + 5)
+    records = read_metrics(tmp_path)
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1)) and all(
+        r["applied"] for r in records
+    )
+    assert records[-1]["consumed_samples"] == STEPS * 6 + 12
+    assert [e["step"] for e in events_of(tmp_path, "checkpoint")] == [15, 30, STEPS]
+
+
+def test_stop_ends_with_one_line(tmp_path, flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main([*flags, f"--run_dir={tmp_path}", "--bad_step_policy=stop"])
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"step {BAD_STEP} is bad: the loss" in error
+    assert f"--replay_step={BAD_STEP}" in error
+
+
+def test_a_run_that_has_diverged_ends(tmp_path, small_flags):
+    flags = [*small_flags, f"--run_dir={tmp_path}", "--steps=40", "--optimizer=sgd"]
+    flags += ["--learning_rate=1e30", "--warmup_steps=0", "--clip_norm=0", "--max_bad_steps=3"]
+    with pytest.raises(RunError, match="more than --max_bad_steps=3"):
+        train._body([*flags, "--notensorboard"])
+    assert len(events_of(tmp_path, "bad_step")) == 4

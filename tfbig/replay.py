@@ -1,0 +1,102 @@
+"""One step of a run made once more, from the checkpoint before it; nothing is written."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tfbig.bad_samples import examine_step
+from tfbig.bad_steps import BadSteps
+from tfbig.config import Config
+from tfbig.loop import Loop, Progress
+from tfbig.metrics import Throughput
+from tfbig.saving import Saved
+from tfbig.schedule import global_batch, learning_rate
+from tfbig.stop_signal import StopSignal
+
+_CHARACTERS = 80  # shown of a sample's text
+
+
+class _NoSaver:
+    def save(self, progress: Progress, metadata: dict[str, Any]) -> None:
+        return None
+
+    def finished(self, wait: bool = False) -> list[Saved]:
+        return []
+
+
+def replay_step(
+    config: Config,
+    trainer: Any,
+    data: Any,
+    progress: Progress,
+    losses: list,
+    open_batches: Callable[[Progress], Iterator[Any]],
+) -> None:
+    """Trains up to a step, then shows its samples, the worst first, and its result.
+
+    Args:
+      config: the run's, with --replay_step.
+      trainer: in the state of `progress`.
+      data: of the run.
+      progress: of a checkpoint before the step.
+      losses: that the checkpoint knows, for BadSteps.
+      open_batches: gives the batches from a point on.
+    """
+    step = config.robustness.replay_step
+    if trainer.rank == 0:
+        print(f"replaying step {step} from step {progress.step}", flush=True)
+    run = dataclasses.replace(config.run, steps=step - 1, eval_every=0, checkpoint_every=0)
+    robustness = dataclasses.replace(config.robustness, bad_step_policy="skip")
+    shorter = dataclasses.replace(config, run=run, robustness=robustness)
+    with StopSignal() as stop_signal:
+        loop = Loop(
+            config=shorter,
+            trainer=trainer,
+            open_batches=open_batches,
+            evaluate=lambda: {"loss": math.nan},
+            saver=_NoSaver(),
+            hooks=[],
+            throughput=Throughput.of(config, 0.0),
+            stop_signal=stop_signal,
+            bad_steps=BadSteps(shorter, losses),
+        )
+        if loop.run(progress, resumed=True) == "signal":
+            return
+    _show(config, trainer, data, loop.progress, loop.bad_steps, open_batches)
+
+
+def _show(
+    config: Config,
+    trainer: Any,
+    data: Any,
+    before: Progress,
+    bad_steps: BadSteps,
+    open_batches: Callable[[Progress], Iterator[Any]],
+) -> None:
+    batch = next(open_batches(before))
+    found = examine_step(config, trainer, data, before.consumed_samples, batch)
+    limit = bad_steps.limit(before.step + 1)
+    rate = learning_rate(config.optimizer, before.step, trainer.num_replicas)
+    result = trainer.train_step(batch, before.step, rate, limit, 0)
+    loss = float(result.loss_sum) / max(float(result.num_tokens), 1.0)
+    if trainer.rank:
+        return
+    count = global_batch(config.run, before.consumed_samples)
+    print(
+        f"step {before.step + 1}: loss {loss:.6f}, gradient norm {float(result.grad_norm):.6f}, "
+        f"update {'applied' if bool(result.applied) else 'SKIPPED'}"
+        f"{f', limit {limit:.4f}' if limit else ''}\n"
+        f"samples {found['first_sample']:,} to {found['last_sample']:,} ({count}), "
+        + ", ".join(f"{number} of {source}" for source, number in found["sources"].items())
+    )
+    for worst in found["worst"]:
+        text = _text(data, worst["sample"], config.run.seed)
+        print(f"  sample {worst['sample']:,}  loss {worst['loss']}  {worst['source']}  {text!r}")
+
+
+def _text(data: Any, position: int, seed: int) -> str:
+    import numpy as np
+
+    row = data.rows("train", np.array([position], np.int64), seed)["tokens"][0]
+    return data.tokenizer.decode(row)[:_CHARACTERS]
