@@ -19,7 +19,7 @@ COMMANDS = {
     "doctor": "what this machine and cluster lack",
     "data": "inspect and verify a data folder",
     "checkpoints": "list, verify, compare and prune a run's checkpoints",
-    "launch": "start a job on many hosts",
+    "launch": "start a job, again when it fails",
     "install_horovod": "build and install the engine between processes",
 }
 

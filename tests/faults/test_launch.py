@@ -1,0 +1,99 @@
+"""`tfbig launch` starts a failed command again, while that gets it anywhere."""
+
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.distributed.launch import environment
+from tfbig import launch
+from tfbig.checkpoint_format import RunState, Slice
+from tfbig.checkpoint_writer import CheckpointWriter
+from tfbig.errors import UserError
+
+LAUNCH = [sys.executable, "-m", "tfbig.launch", "--"]
+# Saves a checkpoint at each start and fails until its fourth.
+JOB = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.faults.test_launch import save_next
+raise SystemExit(0 if save_next({folder!r}) == 4 else 7)
+"""
+
+
+def save_next(folder: str) -> int:
+    from tfbig.checkpoint import latest
+
+    newest = latest(f"{folder}/checkpoints")
+    step = 1 if newest is None else newest.step + 1
+    slices = [Slice("kernel", (2,), (0,), np.ones(2), True)]
+    CheckpointWriter(f"{folder}/checkpoints").save(step, slices, RunState())
+    return step
+
+
+def launch_here(*arguments: str) -> int:
+    return launch._body(["--restart_wait=0", *arguments])
+
+
+def job(folder, pytestconfig) -> list[str]:
+    code = JOB.format(root=str(pytestconfig.rootpath), folder=str(folder))
+    return [sys.executable, "-c", code, f"--run_dir={folder}"]
+
+
+def test_a_failing_command_is_started_again(tmp_path, pytestconfig, capsys):
+    assert launch_here("--restarts=5", "--", *job(tmp_path, pytestconfig)) == 0
+    error = capsys.readouterr().err
+    assert error.count("code 7 after") == 3 and "newest checkpoint: step 3" in error
+
+
+def test_restarts_are_limited(tmp_path, pytestconfig):
+    assert launch_here("--restarts=1", "--", *job(tmp_path, pytestconfig)) == 7
+
+
+def test_what_gets_nowhere_is_given_up(tmp_path, capsys):
+    command = ["sh", "-c", "echo started; exit 9", f"--run_dir={tmp_path}"]
+    assert launch_here("--restarts=50", "--", *command) == 9
+    assert "3 failures without a new checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 2, 143])
+def test_done_mistaken_and_stopped_are_final(code, tmp_path, capsys):
+    assert launch_here("--", "sh", "-c", f"exit {code}", f"--run_dir={tmp_path}") == code
+    assert "restart" not in capsys.readouterr().err
+
+
+def test_a_signal_reaches_the_command_and_ends_it(tmp_path):
+    command = "trap 'echo saved; exit 1' TERM; echo ready; while true; do sleep 0.05; done"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tfbig.launch",
+            "--",
+            "bash",
+            "-c",
+            command,
+            f"--run_dir={tmp_path}",
+        ],
+        env=environment(),
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+        assert process.stdout.read() == b"saved\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_mistakes():
+    with pytest.raises(UserError, match="behind --"):
+        launch_here()
+    with pytest.raises(UserError, match="cannot start nowhere: No such file"):
+        launch_here("--", "nowhere")
+    assert launch._run_dir(["train", "--run_dir", "a/b", "--preset=x"]) == "a/b"
+    assert launch._run_dir(["train", "--preset", "x"]) == "runs/x"
