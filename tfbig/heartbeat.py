@@ -20,7 +20,7 @@ class Place(NamedTuple):
     """Where a training thread is."""
 
     step: int  # optimizer updates launched
-    phase: str  # start, data, step, evaluation, save, stop
+    phase: str  # start, data, compile, step, evaluation, rollback, save
     since: float  # time.monotonic() of its beginning
 
 
@@ -37,6 +37,7 @@ class Pulse:
         self.place = Place(0, "start", time.monotonic())
         self.times: dict[str, float] = {}
         self.slowest: dict[str, Any] = {}
+        self._has_traced = False
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Notes progress.
@@ -48,7 +49,10 @@ class Pulse:
         self.place = Place(self.place.step if step is None else step, phase, time.monotonic())
 
     def note_times(self, times: StepTimes) -> None:
-        """Adds a step's times to the means."""
+        """Adds a step's times to the means; the first step's are of its tracing, and left out."""
+        if not self._has_traced:
+            self._has_traced = True
+            return
         communication = sum(times.communication.values())
         compute = max(0.0, times.step - times.data_wait - communication)
         new = {"data": times.data_wait, "compute": compute, "communication": communication}

@@ -130,7 +130,7 @@ class Loop:
         self.progress = progress
         self._evaluation: dict[str, Any] = {}
         self._saved_step = progress.step if resumed else -1
-        self._stopping = False
+        self._stopping, self._phase = False, "compile"
         self._batches = self.open_batches(progress)
         self._bad: tuple[_Pending, BadStep] | None = None
         pending: _Pending | None = None
@@ -148,7 +148,7 @@ class Loop:
             if first:
                 launched.result.loss_sum.numpy()
                 self._call("on_compiled", time.perf_counter() - launched.start)
-                first = False
+                first, self._phase = False, "step"
             if not overlap:  # nothing runs beside the next step: it can know this one's signal
                 self._stopping = int(launched.result.signal) >= STOP
             if pending is not None:
@@ -182,7 +182,7 @@ class Loop:
         self.pulse.enter("data", progress.step)
         batch = next(self._batches)
         data_wait = time.perf_counter() - start
-        self.pulse.enter("step", progress.step + 1)
+        self.pulse.enter(self._phase, progress.step + 1)
         rate = learning_rate(self.config.optimizer, progress.step, self.trainer.num_replicas)
         limit = self.bad_steps.limit(progress.step + 1)
         result = self.trainer.train_step(batch, progress.step, rate, limit, self.stop_signal.value)

@@ -16,6 +16,7 @@ from tfbig.run_folder import EventWriter, RunFolder
 _INTERVAL = 2.0  # seconds between two looks, and between two heartbeats
 _SILENT_AFTER = 5 * _INTERVAL  # seconds without a heartbeat after which a rank's process stands
 _MINUTE = 60.0
+_START_SECONDS = 1800.0  # tracing a large model takes long, whatever a step takes
 
 
 class Watchdog:
@@ -31,7 +32,8 @@ class Watchdog:
       folder: the run's.
       rank: this process.
       size: number of ranks.
-      timeout: seconds; 0 only keeps the heartbeat.
+      timeout: seconds; 0 only keeps the heartbeat. Before the first step's end it is at least
+        _START_SECONDS.
 
     Attributes:
       pulse: for the training thread.
@@ -74,7 +76,9 @@ class Watchdog:
             last = now
             if self.pulse.place is not place:
                 place, idle = self.pulse.place, 0.0
-            if self._timeout and idle > self._timeout:
+            starting = place.phase in ("start", "compile")
+            limit = max(self._timeout, _START_SECONDS) if starting else self._timeout
+            if self._timeout and idle > limit:
                 self._end_the_job(idle)
 
     def _end_the_job(self, idle: float) -> None:

@@ -58,8 +58,8 @@ def test_a_thread_that_keeps_the_interpreter_to_itself_ends_as_well(tmp_path):
 
 
 def test_progress_keeps_the_job_alive_and_nothing_stays(tmp_path):
-    with Watchdog(RunFolder(tmp_path), 0, 1, timeout=0.5) as dog:
-        for step in range(15):
+    with Watchdog(RunFolder(tmp_path), 0, 1, timeout=3.0) as dog:
+        for step in range(40):
             dog.pulse.enter("step", step)
             time.sleep(0.1)
         record = json.loads((tmp_path / "heartbeats" / "rank-00000.json").read_text())
@@ -69,7 +69,7 @@ def test_progress_keeps_the_job_alive_and_nothing_stays(tmp_path):
 
 def test_a_disk_that_cannot_be_written_is_no_hang(tmp_path):
     (tmp_path / "heartbeats").write_text("in the way")
-    with Watchdog(RunFolder(tmp_path), 0, 2, timeout=0.5) as dog:
+    with Watchdog(RunFolder(tmp_path), 0, 2, timeout=30.0) as dog:
         time.sleep(0.3)
         assert dog.pulse.slowest == {}
 
@@ -105,5 +105,7 @@ def test_the_slowest_rank_and_its_cause():
     wire = times(0.0, 0.1, 2.0)
     assert slowest_rank({0: wire, 1: wire})["slowest_cause"] == "communication"
     pulse = Pulse()
+    pulse.note_times(StepTimes(90.0, 0.5, {"data": 0.5}))
+    assert pulse.times == {}  # the first step is mostly tracing
     pulse.note_times(StepTimes(2.0, 0.5, {"data": 0.5}))
     assert pulse.times == times(0.5, 1.0, 0.5)
