@@ -39,7 +39,8 @@ class LazyArray:
     Args:
         shape: its shape.
         dtype: its dtype, or the name of it.
-        load: returns it, as a numpy array or anything numpy.asarray takes.
+        load: returns its values as they are now and stay, as a numpy array or anything that
+            numpy.asarray takes, such as a tensor.
     """
 
     def __init__(self, shape: Iterable[int], dtype: Any, load: Callable[[], Any]) -> None:

@@ -1,9 +1,7 @@
 """Memory of this machine that is free, and copies of a rank's state in it. TensorFlow-free."""
 
 import os
-from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,6 @@ import psutil
 from tfbig.checkpoint_format import LazyArray, Slice, num_bytes_to_write
 
 _GIB = 1024**3
-_COPY_THREADS = 4  # one doesn't fill a memory bus
 _CGROUP = Path("/sys/fs/cgroup")
 # Variables that launchers set to the number of processes on this host.
 _LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -57,45 +54,67 @@ def memory_problem(num_bytes: int) -> str | None:
 
 
 class HostCopy:
-    """A copy of what a rank writes, whose room is kept from one copy to the next."""
+    """A copy of what a rank writes, made in two steps of which only the first is waited for.
 
-    def __init__(self) -> None:
+    What TensorFlow has read of a variable never changes: where the variable is updated while
+    somebody holds the value, the update makes a copy first. On a CPU, reading copies nothing. So
+    `look` costs next to no time, and `take` may run beside the next step's passes; an update that
+    overtakes it makes the copy itself.
+
+    Args:
+        keeps_room: whether the copies' memory is kept from one save to the next, as new memory
+            costs more time than the copy. Not where looking already copies, from a GPU.
+    """
+
+    def __init__(self, keeps_room: bool = True) -> None:
+        self._keeps_room = keeps_room
         self._arrays: list[np.ndarray] = []
 
     def problem(self, slices: Iterable[Slice]) -> str | None:
-        """Says why `take` can't be called; None where it can."""
+        """Says why there is no room for a copy; None where there is."""
         return None if self._arrays else memory_problem(num_bytes_to_write(slices))
 
-    def take(self, slices: Iterable[Slice]) -> list[Slice]:
-        """Returns the slices with the values that they have now.
+    def look(self, slices: Iterable[Slice]) -> list[Slice]:
+        """Returns the slices with the values that they have now; for the training thread.
 
         Args:
-            slices: as `Trainer.state_slices` gives them; only what this rank writes is copied.
-                The copies hold until the next call.
+            slices: as `Trainer.state_slices` gives them; only what this rank writes is read.
         """
-        old, self._arrays, copied = self._arrays, [], []
-        copies: deque[Future] = deque()
-        with ThreadPoolExecutor(_COPY_THREADS) as pool:
-            for part in slices:
-                if not part.is_writer:  # whose shape alone is asked
-                    array = LazyArray(part.rectangle.shape, part.dtype, _never)
-                    copied.append(part._replace(array=array))
-                    continue
+        seen = []
+        for part in slices:
+            values: LazyArray | np.ndarray
+            if not part.is_writer:  # whose shape alone is asked
+                values = LazyArray(part.rectangle.shape, part.dtype, _never)
+            elif isinstance(part.array, LazyArray):
                 values = np.asarray(part.array)
-                room = self._room(values, old)
-                copies.append(pool.submit(np.copyto, room, values))
-                copied.append(part._replace(array=room))
-                if len(copies) > _COPY_THREADS:  # what a device gave is held only so long
-                    copies.popleft().result()
-            for copy in copies:
-                copy.result()
+            else:
+                values = np.array(part.array)
+            seen.append(part._replace(array=values))
+        return seen
+
+    def take(self, seen: list[Slice]) -> list[Slice]:
+        """Returns copies that hold until the next call; for any thread.
+
+        Args:
+            seen: of `look`; emptied, so that each value is let go as soon as it has been copied.
+        """
+        if not self._keeps_room:
+            return seen
+        old, self._arrays, copied = self._arrays, [], []
+        seen.reverse()
+        while seen:
+            part = seen.pop()
+            if part.is_writer:
+                part = part._replace(array=self._copy(part.array, old))
+            copied.append(part)
         return copied
 
-    def _room(self, values: np.ndarray, old: list[np.ndarray]) -> np.ndarray:
+    def _copy(self, values: np.ndarray, old: list[np.ndarray]) -> np.ndarray:
         number = len(self._arrays)
         room = old[number] if number < len(old) else None
         if room is None or (room.shape, room.dtype) != (values.shape, values.dtype):
             room = np.empty(values.shape, values.dtype)
+        np.copyto(room, values)
         self._arrays.append(room)
         return room
 

@@ -22,6 +22,7 @@ from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.checkpoint_writer import CheckpointWriter
 from tfbig.config import Config, count_parameters, to_dict
 from tfbig.errors import UserError
+from tfbig.hardware import steps_overlap
 from tfbig.host_memory import HostCopy
 from tfbig.loop import Progress
 from tfbig.run_folder import RunFolder
@@ -123,7 +124,7 @@ class StateKeeper:
         self._writer = CheckpointWriter(
             folder.checkpoints_dir, trainer.rank, trainer.size, SAVE_TIMEOUT
         )
-        self._copy = HostCopy()
+        self._copy = HostCopy(keeps_room=not steps_overlap())
         self._saving: Saving | None = None
         self._finished: list[Saved] = []
         self._noted: set[str] = set()
@@ -209,7 +210,7 @@ class StateKeeper:
     def save(self, progress: Progress, metadata: dict[str, Any]) -> None:
         """Begins a checkpoint, together with all other ranks.
 
-        It returns when the state has been copied to host memory; `finished` says when the
+        It returns when the state's values are held in host memory; `finished` says when the
         checkpoint is complete. Without that memory, or without --async_checkpoints, it is
         complete at once. An earlier save that is still under way is waited for.
 
@@ -230,8 +231,8 @@ class StateKeeper:
         state = self._run_state(progress, metadata, slices)
         is_copied = self._can_copy(slices)
         if is_copied:
-            slices = self._copy.take(slices)
-        write = functools.partial(self._write, progress.step, slices, state, attempt)
+            slices = self._copy.look(slices)
+        write = functools.partial(self._write, progress.step, slices, state, attempt, is_copied)
         if is_copied:
             self._saving = Saving(progress.step, write, start)
         else:
@@ -287,8 +288,12 @@ class StateKeeper:
             metadata={**metadata, "identity": identity(config, data)},
         )
 
-    def _write(self, step: int, slices: list[Slice], state: RunState, attempt: str) -> None:
+    def _write(
+        self, step: int, slices: list[Slice], state: RunState, attempt: str, is_copied: bool
+    ) -> None:
         """Writes this rank's part and waits for the whole; rank 0 then deletes old checkpoints."""
+        if is_copied:
+            slices = self._copy.take(slices)
         self._writer.save(step, slices, state, attempt)
         self._writer.wait_until_complete(step, attempt)
         if self._trainer.rank == 0:

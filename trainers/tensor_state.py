@@ -1,6 +1,7 @@
 """A rank's variables and slots as slices of the model's, for checkpoints of any layout."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import tensorflow as tf
@@ -46,12 +47,13 @@ class TensorState:
             shard = self._shard(path)
             dtype = tensor.dtype.as_numpy_dtype
             if shard is None:
-                array = LazyArray(tensor.shape, dtype, tensor.numpy)
+                array = LazyArray(tensor.shape, dtype, partial(tf.convert_to_tensor, tensor))
                 yield Slice(path, tuple(tensor.shape), (), array, self._writes_scalars)
             elif 0 not in shard.valid_shape:
 
                 def load(tensor=tensor, shard=shard) -> np.ndarray:
-                    return tensor.numpy()[tuple(map(slice, shard.valid_shape))]
+                    value = np.asarray(tf.convert_to_tensor(tensor))
+                    return value[tuple(map(slice, shard.valid_shape))]
 
                 array = LazyArray(shard.valid_shape, dtype, load)
                 yield Slice(path, shard.global_shape, shard.start, array, shard.is_counted)

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfbig import host_memory, train
 from tfbig.checkpoint import list_checkpoints
@@ -16,6 +17,7 @@ from tfbig.config import replace_fields
 from tfbig.loop import Progress
 from tfbig.run_folder import RunFolder, read_events
 from tfbig.run_state import StateKeeper
+from trainers.single import SingleTrainer
 
 
 class OneArray:
@@ -73,18 +75,66 @@ def test_training_goes_on_and_the_checkpoint_holds_what_was(tmp_path, gate):
     np.testing.assert_array_equal(CheckpointReader(info.path).read("kernel"), np.arange(6.0) + 100)
 
 
-def test_the_copy_in_host_memory_holds_its_values_and_its_room(tmp_path):
+def test_the_copy_in_host_memory_holds_its_values_and_its_room():
     array = np.arange(6.0)
     copy = host_memory.HostCopy()
-    (first,) = copy.take(OneArray(array).state_slices())
+    seen = copy.look(OneArray(array).state_slices())
     array += 1
+    (first,) = copy.take(seen)
+    assert seen == []
     np.testing.assert_array_equal(first.array, np.arange(6.0))
-    (second,) = copy.take(OneArray(array).state_slices())
+    (second,) = copy.take(copy.look(OneArray(array).state_slices()))
     assert second.array is first.array
     np.testing.assert_array_equal(second.array, np.arange(6.0) + 1)
     replica = Slice("kernel", (6,), (0,), array, False)
-    (third,) = copy.take([replica])
+    (third,) = copy.take(copy.look([replica]))
     assert third.rectangle == replica.rectangle and not third.is_writer
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_steps_that_overtake_the_copy_do_not_change_it(optimizer, tmp_path, monkeypatch):
+    """The real trainer, two updates of which are made before the thread copies anything."""
+    fields = {
+        **{"vocab_size": 64, "max_length": 8, "sequence_length": 8, "embed_dim": 16},
+        **{"num_layers": 1, "num_heads": 2, "global_batch": 2, "warmup_steps": 0},
+        **{"ema_decay": 0.9, "optimizer": optimizer, "keep_best": False},
+    }
+    trainer = SingleTrainer(train.config_from(fields))
+    trainer.build()
+
+    def step(number: int) -> None:
+        batch = {
+            "tokens": tf.constant(np.arange(18).reshape(2, 9) % 64, tf.int32),
+            "sample_index": tf.constant([0, 1], tf.int64),
+            "source_index": tf.constant([0, 0], tf.int32),
+            "loss_mask": tf.ones([2, 8], tf.uint8),
+        }
+        assert bool(trainer.train_step(batch, number, 0.1, 0.0, 0).applied)
+
+    opened, real = threading.Event(), host_memory.HostCopy.take
+
+    def late(self, seen):
+        assert opened.wait(60)
+        return real(self, seen)
+
+    monkeypatch.setattr(host_memory.HostCopy, "take", late)
+    step(0)
+    expected = {part.path: np.array(part.array) for part in trainer.state_slices()}
+    run = RunFolder(tmp_path)
+    run.create()
+    with StateKeeper(trainer.config, run, trainer, lambda consumed_samples: {}) as keeper:
+        keeper.save(Progress(1, 2), {})
+        step(1)
+        step(2)
+        opened.set()
+        keeper.finished(wait=True)
+    reader = CheckpointReader(list_checkpoints(run.checkpoints_dir)[0].path)
+    assert set(reader.paths()) == set(expected)
+    changed = 0
+    for part in trainer.state_slices():
+        np.testing.assert_array_equal(reader.read(part.path), expected[part.path])
+        changed += not np.array_equal(np.asarray(part.array), expected[part.path])
+    assert changed > len(expected) / 2
 
 
 def test_a_failed_write_is_raised_at_the_next_step_and_the_old_checkpoint_stays(
