@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.error_line import line_of
 from tfbig import evaluate, generate, prepare, presets, train
 from tfbig.checkpoint import list_checkpoints
 from tfbig.config import (
     Config,
+    DataConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -128,18 +130,6 @@ CLUSTERS = {
         "names 'ps': only 'chief' and 'worker' train",
     ),
 }
-
-
-def line_of(main: Callable, arguments: list[str], capsys, command: str) -> str:
-    """Returns the one line that a command ends with."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2, error
-    assert error.startswith(f"tfbig {command}: error: ") and error.count("\n") == 1, error
-    assert "Traceback" not in error
-    return error
 
 
 @pytest.mark.parametrize("name", TRAIN)
@@ -312,7 +302,8 @@ def test_there_are_at_least_sixty():
 
 # Any combination of values is either refused in words or works.
 
-INTEGERS = st.one_of(st.integers(-3, 40), st.sampled_from([-(2**40), 2**31, 2**62]))
+EDGES = [-(2**63) - 1, -(2**63), -(2**40), 2**31, 2**62, 2**63 - 1, 2**63, 10**30]
+INTEGERS = st.one_of(st.integers(-3, 40), st.sampled_from(EDGES))
 FLOATS = st.one_of(st.floats(), st.sampled_from([0.0, 0.5, 1.0, -1.0]))
 
 
@@ -321,6 +312,7 @@ def sections_of(section: type) -> st.SearchStrategy:
     from tfbig.flags import _choices
 
     kinds = {bool: st.booleans(), int: INTEGERS, float: FLOATS, str: st.text(max_size=4)}
+    kinds[tuple] = st.just(())
     values = {}
     for name, default in section().__dict__.items():
         choices = _choices(section, name)
@@ -333,7 +325,10 @@ CONFIGS = st.builds(
         preset, {k: v for part in parts for k, v in part.items()}
     ),
     st.sampled_from([Config(), presets.blog(), presets.preset("pythia_14m")]),
-    *(sections_of(s) for s in (ModelConfig, OptimizerConfig, ParallelConfig, RunConfig)),
+    *(
+        sections_of(s)
+        for s in (ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, DataConfig)
+    ),
 )
 
 

@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tfbig.errors import UserError
@@ -196,7 +196,7 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text("abc", min_size=1), values, max_size=4))
 def test_any_record_comes_back(tmp_path_factory, record):
     path = tmp_path_factory.getbasetemp() / "records"
@@ -249,7 +249,7 @@ def test_a_restart_renames_the_old_folder_and_deletes_nothing(tmp_path, monkeypa
     (tmp_path / "run.2").mkdir()  # empty: a bare rename would replace it
     (tmp_path / "run.1").symlink_to(tmp_path / "nowhere")
     for number, path in ((3, f"{run}/"), (4, "run"), (5, "run/../run")):
-        run.mkdir()
+        RunFolder(run).create()
         (run / "metrics.jsonl").write_text(str(number))
         monkeypatch.chdir(tmp_path)
         assert archive_for_restart(path).resolve() == tmp_path / f"run.{number}"
@@ -257,6 +257,18 @@ def test_a_restart_renames_the_old_folder_and_deletes_nothing(tmp_path, monkeypa
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["run.1", "run.2", "run.3", "run.4", "run.5"]
     assert (tmp_path / "run.3" / "metrics.jsonl").read_text() == "3"
-    run.mkdir()
+    RunFolder(run).create()
     monkeypatch.chdir(run)
-    assert archive_for_restart(".") == tmp_path / "run.6"
+    for path in (".", "../run", "checkpoints/.."):
+        with pytest.raises(UserError, match="the working directory is in it"):
+            archive_for_restart(path)
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "letters", tmp_path / "letter.txt"):
+        if path.suffix:
+            path.write_text("the user's")
+        else:
+            path.mkdir()
+            (path / "letter.txt").write_text("the user's")
+        with pytest.raises(UserError, match="cannot rename"):
+            archive_for_restart(path)
+        assert path.exists()

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tfbig.flags import FreeText
+
 
 @dataclass(frozen=True, kw_only=True)
 class ListConfig:
@@ -38,7 +40,7 @@ class GenerateConfig:
     """Run folder to read."""
     checkpoint: int = -1
     """Step of the checkpoint; -1 means the newest."""
-    prompt: str = ""
+    prompt: FreeText = ""
     """Text to continue; empty means an end-of-text token, the start of a document."""
     max_tokens: int = 200
     """Tokens to write at most."""

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tfbig.batch_memory import check_batch_memory
 from tfbig.command import run_command
 from tfbig.command_config import EvaluateConfig
 from tfbig.config import section_values
@@ -44,6 +45,8 @@ def run(config: EvaluateConfig, parallel: dict[str, Any]) -> dict[str, float]:
                 f"--eval_batch={config.eval_batch} does not divide among {trainer.num_replicas} "
                 "replicas: take a multiple of them."
             )
+        length = data.sequence_length
+        check_batch_memory("eval_batch", config.eval_batch, trainer.data_size, length)
         trainer.build(False, len(data.sources), data.vocab_size)
         trainer.load_state(saved.weights(config.weights), weights_only=True)
         batches = data.evaluation_batches(

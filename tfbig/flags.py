@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import inspect
 import io
+import os
+import re
 import textwrap
 import typing
 from collections.abc import Iterable, Sequence
@@ -13,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from absl import flags as absl_flags
 
 from tfbig.errors import UserError, near_matches
+from tfbig.number_rules import integer_problem
 
 
 @functools.cache
@@ -36,6 +39,27 @@ def _choices(section: type, name: str) -> tuple[str, ...]:
     """Returns the allowed words of a Literal field, () of any other."""
     hint = typing.get_type_hints(section)[name]
     return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+# Marks a field whose text is no name of a file: a ~ in it stays.
+FreeText = typing.Annotated[str, "free text"]
+_HOME = re.compile(r"(?:^|(?<=[,:]))~[^/,:]*")
+
+
+def expand_home(text: str) -> str:
+    """Returns a value with ~ and ~user replaced where a path begins, as shells do in assignments.
+
+    Args:
+      text: path, or several with commas, each perhaps behind a word and a colon.
+
+    >>> expand_home("a~b")
+    'a~b'
+    """
+    return _HOME.sub(lambda match: os.path.expanduser(match[0]), text)
+
+
+def _may_be_path(section: type, name: str) -> bool:
+    return typing.get_type_hints(section, include_extras=True)[name] is str
 
 
 def _define(values: absl_flags.FlagValues, section: type, item: dataclasses.Field) -> None:
@@ -113,7 +137,14 @@ class Flags:
             for name in self._field_names()
             if self._values[name].present
         }
+        for name, value in given.items():
+            if problem := integer_problem(name, value):
+                raise UserError(problem)
         self._check_choices(given)
+        for section in self._sections:
+            for item in dataclasses.fields(section):
+                if item.name in given and _may_be_path(section, item.name):
+                    given[item.name] = expand_home(str(given[item.name]))
         given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
         if positional:
             given["arguments"] = tuple(rest)

@@ -32,6 +32,13 @@ _VERSIONED_PACKAGES = (
     "tokenizers",
     "safetensors",
 )
+_CHECKPOINT = re.compile(r"step_\d{8,}")
+# What a run may have written before its config.json, or what is left where that was removed.
+_OWN_NAME = re.compile(
+    r"checkpoints|run\.lock|metrics\.jsonl|events\.jsonl|tensorboard|profiler-output"
+    r"|report\.html|tokenizer\.json|heartbeats|hang-rank-\d+\.txt|\.shared-\d+"
+    r"|.*\.torn|.*\.tmp-\d+"
+)
 
 
 class RunFolder:
@@ -53,7 +60,7 @@ class RunFolder:
             )
         if not text:
             raise UserError("the run's folder has an empty name; name one, such as runs/first")
-        self.path = Path(text)
+        self.path = Path(os.path.expanduser(text))
 
     @property
     def config_path(self) -> Path:
@@ -103,6 +110,12 @@ class RunFolder:
     def hang_path(self, rank: int) -> Path:
         """What a rank's watchdog wrote when nothing moved any more."""
         return self.path / f"hang-rank-{rank:05d}.txt"
+
+    @property
+    def verify_dir(self) -> Path:
+        """What --verify writes and removes again, beside the folder."""
+        absolute = Path(os.path.abspath(self.path))
+        return absolute.with_name(f"{absolute.name}.verify")
 
     def create(self) -> None:
         """Makes the folder and the one for checkpoints; one that exists is kept.
@@ -226,6 +239,62 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return read_records(RunFolder(path).events_path if path.is_dir() else path)
 
 
+def foreign_contents(folder: Path) -> str:
+    """Returns what makes a folder none of a run, "" for a run's, an empty or a missing one.
+
+    Args:
+      folder: may be missing.
+
+    Raises:
+      UserError: it cannot be looked into.
+    """
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return ""  # whoever makes the folder says what is in the way
+    except OSError as error:
+        raise UserError(
+            f"--run_dir={folder} cannot be looked into: {error.strerror}; change its permissions "
+            "or choose another run_dir."
+        ) from error
+    if not names:
+        return ""
+    if "manifest.json" in names:
+        return "is a data folder or a checkpoint (it has a manifest.json)"
+    if _is_config_of_run(folder / "config.json") or _has_checkpoint(folder / "checkpoints"):
+        return ""
+    foreign = [name for name in names if not _OWN_NAME.fullmatch(name)]
+    begun = "checkpoints" in names or "run.lock" in names
+    if begun and not foreign:
+        return ""
+    example = (foreign or names)[0]
+    return (
+        f"is not empty and not the folder of a run (it has {example!r}, but no run's config.json)"
+    )
+
+
+def _is_config_of_run(path: Path) -> bool:
+    try:
+        record = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return False
+    return isinstance(record, dict) and {"config", "command", "versions"} <= record.keys()
+
+
+def _has_checkpoint(path: Path) -> bool:
+    try:
+        return any(_CHECKPOINT.match(entry.name) for entry in path.iterdir())
+    except OSError:
+        return False
+
+
+def is_within(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
+    """Returns whether `path` is `folder` or lies in it, links followed."""
+    inner = Path(os.path.realpath(os.path.expanduser(path)))
+    outer = Path(os.path.realpath(folder))
+    return inner == outer or outer in inner.parents
+
+
 def archive_for_restart(path: str | os.PathLike[str]) -> Path | None:
     """Renames a run's folder `<run_dir>.1`, or `.2` and on where that is taken; deletes nothing.
 
@@ -236,13 +305,18 @@ def archive_for_restart(path: str | os.PathLike[str]) -> Path | None:
         Its new name, or None when there was none.
 
     Raises:
-        UserError: when it cannot be renamed.
+        UserError: when it cannot be renamed, is no run's, or holds the working directory.
     """
     folder = Path(os.path.normpath(RunFolder(path).path))
     if not os.path.lexists(folder):
         return None
-    if folder.name in ("", ".."):
-        folder = folder.resolve()
+    what = foreign_contents(folder) if folder.is_dir() else "is a file"
+    if what:
+        raise UserError(f"cannot rename {folder}: it {what}; choose another run_dir")
+    if is_within(os.curdir, folder):
+        raise UserError(
+            f"cannot rename {folder}: the working directory is in it; start from elsewhere"
+        )
     number = 1
     while os.path.lexists(archive := folder.with_name(f"{folder.name}.{number}")):
         number += 1

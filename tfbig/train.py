@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tfbig import presets, schedule
+from tfbig.batch_memory import check_batch_memory
 from tfbig.command import EXIT_SIGNAL, run_command
 from tfbig.command_config import ListConfig
 from tfbig.config import (
@@ -30,6 +31,7 @@ from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import ProfileConfig
 from tfbig.robustness_config import RobustnessConfig
 from tfbig.run_folder import RunFolder
+from tfbig.run_folder_check import check_run_folder
 from tfbig.validation import validate
 from tfbig.variables import is_adapter, num_trained_parameters
 
@@ -50,6 +52,7 @@ def run(config: Config, command: Sequence[str] = ()) -> int:
       0 when all steps are made, 143 when a signal stopped the run after a save.
     """
     validate(config)
+    check_run_folder(config)
     folder, initial = RunFolder(config.run.run_dir), open_initial(config)
     import trainers  # TensorFlow starts here, after the mistakes that need none of it
 
@@ -92,6 +95,8 @@ def _train(
     # Data.
     for global_batch in {config.run.global_batch, schedule.global_batch(config.run, 0)}:
         derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
+    length = config.data.sequence_length
+    check_batch_memory("global_batch", config.run.global_batch, trainer.data_size, length)
     data = open_data(config, trainer)
     check_tokenizer(config.run.init_from, data)
     if config.robustness.replay_step:

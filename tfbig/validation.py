@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tfbig.config import Config, ModelConfig, OptimizerConfig, RunConfig
 from tfbig.errors import UserError, near_matches
+from tfbig.number_rules import as_float32, float32_problems, integer_problems
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import profile_problems
 from tfbig.recomputation_mode import group_size
@@ -14,6 +15,7 @@ from tfbig.robustness_config import robustness_problems
 from tfbig.variables import is_trained, variable_specs
 
 _MAX_SEED = 2**31 - 1
+_MOST_OF_A_PROCESS = 4096  # threads, devices, readers: more is a slip of the keyboard
 
 
 def validate(config: Config) -> None:
@@ -28,6 +30,10 @@ def validate(config: Config) -> None:
 
 def problems(config: Config) -> Iterator[str]:
     """Yields one line for each rule that `config` breaks."""
+    for item in dataclasses.fields(config):
+        yield from integer_problems(getattr(config, item.name))
+    for section in (config.model, config.optimizer):
+        yield from float32_problems(section)
     yield from _model_problems(config.model)
     yield from _optimizer_problems(config.optimizer)
     yield from _run_problems(config.run)
@@ -35,6 +41,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from profile_problems(config.profile)
     yield from _adapter_problems(config)
     yield from robustness_problems(config.robustness)
+    yield from _within(config.data, 1, _MOST_OF_A_PROCESS, "data_workers")
     length, positions = config.data.sequence_length, config.model.max_length
     if length < 1:
         yield f"--sequence_length={length}: a sample feeds at least 1 token."
@@ -54,11 +61,18 @@ def _at_least(section: object, minimum: float, *names: str) -> Iterator[str]:
 
 
 def _between(section: object, low: float, high: float, *names: str) -> Iterator[str]:
-    """Yields a line for each field outside [low, high)."""
+    """Yields a line for each field outside [low, high), in float32."""
     for name in names:
         value = getattr(section, name)
-        if not low <= value < high:
-            yield f"--{name}={value} must be at least {low:g} and below {high:g}."
+        if not low <= as_float32(value) < high:
+            yield f"--{name}={value} must be at least {low:g} and below {high:g}, in float32 too."
+
+
+def _within(section: object, low: int, high: int, *names: str) -> Iterator[str]:
+    for name in names:
+        value = getattr(section, name)
+        if not low <= value <= high:
+            yield f"--{name}={value} must be at least {low} and at most {high}."
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:
@@ -179,6 +193,11 @@ def _run_problems(run: RunConfig) -> Iterator[str]:
         )
     if (start > 0) != (run.batch_warmup_samples > 0):
         yield "--batch_warmup_start and --batch_warmup_samples go together: give both or neither."
+    if run.steps * run.global_batch >= 2**63 > max(run.steps, run.global_batch):
+        yield (
+            f"--steps={run.steps} x --global_batch={run.global_batch} are "
+            f"{run.steps * run.global_batch:.3g} samples, beyond 64 bits: take fewer steps."
+        )
     if not 0 <= run.seed <= _MAX_SEED:
         yield f"--seed={run.seed} must lie between 0 and {_MAX_SEED}."
 
@@ -192,7 +211,14 @@ def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
         "tensor_parallel_degree",
         "bucket_megabytes",
     )
-    yield from _at_least(parallel, 0, "num_threads", "num_devices")
+    yield from _within(parallel, 0, _MOST_OF_A_PROCESS, "num_threads", "num_devices")
+    yield from _at_least(parallel, 0, "active_microbatches")
+    yield from _at_least(parallel, 1, "num_chunks")
+    if not 0 <= parallel.memory_weight <= 1:
+        yield (
+            f"--memory_weight={parallel.memory_weight} must lie between 0 (balance computation) "
+            "and 1 (balance memory)."
+        )
     if parallel.offload_optimizer_state and not parallel.sharding_level:
         yield (
             "--offload_optimizer_state needs --shard_optimizer_state, whose update it moves to the"

@@ -24,6 +24,7 @@ from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.checkpoint_writer import CheckpointWriter
 from tfbig.config import Config, replace_fields
 from tfbig.parallel_config import ParallelConfig
+from tfbig.run_folder import RunFolder
 from trainers.validate import num_chunks
 
 STEPS = 3
@@ -278,7 +279,7 @@ def verify(
       VerificationError: on every rank, naming the largest error and its variable.
     """
     small, comparisons = shrunken(config), []
-    folder = Path(f"{config.run.run_dir}.verify")
+    folder = RunFolder(config.run.run_dir).verify_dir
     for plain, variant in ((True, with_sgd(small)), (False, clipped(small))):
         trainer = trainers.trainer_class(config.parallel.strategy)(variant)
         try:

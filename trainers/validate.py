@@ -2,6 +2,7 @@
 
 from tfbig.config import Config
 from tfbig.errors import UserError
+from trainers.options import check_options_have_effect
 
 
 def derive_microbatch_size(global_batch: int, num_replicas: int, microbatches: int) -> int:
@@ -40,7 +41,8 @@ def check_data_parallel_only(config: Config) -> None:
     """Checks that a strategy which holds whole models isn't asked to cut one.
 
     Raises:
-      UserError: a pipeline or tensor degree above 1, or what one compiled function cannot do.
+      UserError: a pipeline or tensor degree above 1, what one compiled function cannot do, or an
+        option that has no effect.
     """
     parallel = config.parallel
     for name in ("pipeline_parallel_degree", "tensor_parallel_degree"):
@@ -57,6 +59,7 @@ def check_data_parallel_only(config: Config) -> None:
             f"{parallel.strategy}: XLA merges the second forward pass with the first. Take"
             " --strategy=pipeline, which compiles them apart, or leave one of them out."
         )
+    check_options_have_effect(config)
 
 
 def check_no_sharding(config: Config) -> None:
@@ -91,8 +94,9 @@ def check_mesh_fits(config: Config) -> None:
     """Checks that the model can be cut as the degrees ask.
 
     Raises:
-      UserError: with the arithmetic.
+      UserError: with the arithmetic, or an option that has no effect.
     """
+    check_options_have_effect(config)
     _check_pipeline(config)
     _check_tensor(config)
     degree = config.parallel.pipeline_parallel_degree
@@ -107,21 +111,12 @@ def check_mesh_fits(config: Config) -> None:
 def _check_pipeline(config: Config) -> None:
     parallel, layers = config.parallel, config.model.num_layers
     degree, chunks = parallel.pipeline_parallel_degree, num_chunks(config)
-    if chunks < 1:
-        raise UserError(f"--num_chunks={parallel.num_chunks} must be at least 1.")
     if degree * chunks > layers:
         parts = f"{degree} stages" if chunks == 1 else f"{degree} ranks x {chunks} chunks"
         raise UserError(
             f"--pipeline_parallel_degree={degree}: {parts} need at least {degree * chunks} blocks,"
             f" but the model has {layers}: take at most {layers // chunks} stages."
         )
-    if parallel.active_microbatches < 0:
-        raise UserError(
-            f"--active_microbatches={parallel.active_microbatches} must be at least 1, or 0 for no"
-            " limit."
-        )
-    if not 0.0 <= parallel.memory_weight <= 1.0:
-        raise UserError(f"--memory_weight={parallel.memory_weight} must lie between 0 and 1.")
 
 
 def _largest_divisor(number: int, limit: int) -> int:

@@ -47,8 +47,7 @@ def test_microbatches_that_do_not_divide(batch, replicas, microbatches, message)
             {"tensor_parallel_degree": 4, "sequence_parallel": True, "sequence_length": 30},
             r"30 = 4 x 7 \+ 2",
         ),
-        ({"memory_weight": 1.5}, "between 0 and 1"),
-        ({"active_microbatches": -1}, "at least 1, or 0"),
+        ({"gradient_reduction": "tape"}, "has no effect with --strategy=pipeline"),
     ],
 )
 def test_models_that_cannot_be_cut_so(fields, message):
