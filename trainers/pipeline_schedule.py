@@ -93,6 +93,25 @@ def microbatches_in_flight(order: Sequence[Work], chunk: int | None = None) -> i
     return most
 
 
+@functools.lru_cache(maxsize=64)
+def all_orders(
+    schedule: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    active_microbatches: int = 0,
+) -> tuple[tuple[Work, ...], ...]:
+    """Returns what every pipeline rank computes, in order; arguments as of `compute_order`."""
+    return tuple(
+        tuple(
+            compute_order(
+                schedule, num_ranks, rank, num_microbatches, num_chunks, active_microbatches
+            )
+        )
+        for rank in range(num_ranks)
+    )
+
+
 @functools.lru_cache(maxsize=1024)
 def stages_in_flight(
     schedule: str,
@@ -116,10 +135,7 @@ def stages_in_flight(
     if schedule != "simple" and not active_microbatches:
         # Once the pipeline is full it repeats itself after each p microbatches.
         num_microbatches = min(num_microbatches, 3 * num_ranks + num_microbatches % num_ranks)
-    orders = [
-        compute_order(schedule, num_ranks, rank, num_microbatches, num_chunks, active_microbatches)
-        for rank in range(num_ranks)
-    ]
+    orders = all_orders(schedule, num_ranks, num_microbatches, num_chunks, active_microbatches)
     return tuple(
         microbatches_in_flight(orders[stage % num_ranks], stage // num_ranks)
         for stage in range(num_ranks * num_chunks)

@@ -36,19 +36,20 @@ SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
         (512, 2, 8, 128, 1024, 8),
     )
 )
-# One a process: what a process holds besides tensors grows with each model it has built.
+# One a process: what a process holds besides tensors grows with each model it has built. Little to
+# compute: a small model, one of much state, one of many activations.
 MEMORY_SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
     {
         "model": {
             "embed_dim": width,
             "num_layers": layers,
             "num_heads": 8,
-            "vocab_size": 4096,
-            "max_length": 128,
+            "vocab_size": 1024,
+            "max_length": length,
         },
-        "fields": {"sequence_length": 128, "global_batch": rows},
+        "fields": {"sequence_length": length, "global_batch": rows},
     }
-    for width, layers, rows in ((128, 2, 2), (384, 6, 16), (512, 8, 32))
+    for width, layers, length, rows in ((128, 2, 64, 2), (1024, 4, 64, 1), (128, 8, 512, 4))
 )
 STEPS = 5
 

@@ -25,7 +25,7 @@ from trainers.activations import (
     is_blockwise,
 )
 from trainers.partition import Partition, Stage, choose_partition, rank_parameters
-from trainers.pipeline_schedule import compute_order
+from trainers.pipeline_schedule import all_orders
 from trainers.validate import num_chunks
 
 
@@ -329,16 +329,11 @@ def blocks_in_flight(config: Config, stages: Sequence[tuple[int, Stage]]) -> int
     if not parallel.active_microbatches:
         # Once the pipeline is full it repeats itself after each p microbatches.
         microbatches = min(microbatches, 3 * ranks + microbatches % ranks)
-    order = compute_order(
-        parallel.pipeline,
-        ranks,
-        stages[0][1].rank,
-        microbatches,
-        len(stages),
-        parallel.active_microbatches,
+    orders = all_orders(
+        parallel.pipeline, ranks, microbatches, len(stages), parallel.active_microbatches
     )
     held = most = 0
-    for work in order:
+    for work in orders[stages[0][1].rank]:
         held += blocks[work.chunk] * (1 if work.kind == "forward" else -1)
         most = max(most, held)
     return most

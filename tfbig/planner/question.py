@@ -1,6 +1,7 @@
 """From flag values to a request. TensorFlow-free."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -46,6 +47,7 @@ def request_of(values: Mapping[str, Any]) -> Request:
       UserError: no such preset, cluster, program or number.
     """
     plan = PlanConfig(**section_values(PlanConfig, dict(values)))
+    _check_numbers(plan)
     names = {f.name for item in dataclasses.fields(Config) for f in _fields_of(item)}
     config = replace_fields(
         presets.preset(values.get("preset", RunConfig.preset)),
@@ -60,6 +62,25 @@ def request_of(values: Mapping[str, Any]) -> Request:
         config, cluster, _options(config, values, software), software, 0.0, constants
     ).with_options()
     return dataclasses.replace(request, tokens=budget(plan.tokens, config))
+
+
+def _check_numbers(plan: PlanConfig) -> None:
+    names = (
+        "microbatch_size",
+        "devices_per_node",
+        "network_gbps",
+        "network_fraction",
+        "dollars_per_node_hour",
+        "kg_co2e_per_kwh",
+    )
+    for name in names:
+        value = getattr(plan, name)
+        if not 0 <= value < math.inf:
+            raise UserError(f"--{name}={value} must be at least 0 and finite.")
+    if plan.network_fraction > 1:
+        raise UserError(f"--network_fraction={plan.network_fraction} must be at most 1.")
+    if plan.show < 1:
+        raise UserError(f"--show={plan.show} must be at least 1.")
 
 
 def _fields_of(item: dataclasses.Field) -> tuple[dataclasses.Field, ...]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainers.pipeline_schedule import compute_order
+from trainers.pipeline_schedule import all_orders
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,13 @@ def _operations(
     active_microbatches: int,
 ) -> tuple[tuple[Operation, ...], ...]:
     """Returns what each rank does, in order."""
+    orders = all_orders(schedule, num_ranks, num_microbatches, num_chunks, active_microbatches)
     return tuple(
         tuple(
             (int(work.kind == "backward"), work.chunk * num_ranks + rank, work.microbatch)
-            for work in compute_order(
-                schedule, num_ranks, rank, num_microbatches, num_chunks, active_microbatches
-            )
+            for work in order
         )
-        for rank in range(num_ranks)
+        for rank, order in enumerate(orders)
     )
 
 
