@@ -14,7 +14,6 @@ from tfbig.planner.timeline import StageTimes, Timeline, run_schedule
 from trainers.activations import COMPUTE_BYTES, group_size
 from trainers.mesh import Mesh, placement_order
 from trainers.partition import Partition
-from trainers.pipeline_schedule import bubble_fraction
 from trainers.validate import num_chunks
 
 _INPUT_BYTES_PER_TOKEN = 9  # tokens and mask, twice over: from disk, and to the device
@@ -119,16 +118,12 @@ class StepModel:
             self._line = dataclasses.replace(self._line, bandwidth=card)
         self._gathers = self._gather_seconds()
 
-    def predict(self, simulate: bool = True) -> StepTime:
-        """Returns the step's time.
-
-        Args:
-          simulate: follows the schedule's operations; False takes the closed formula.
-        """
+    def predict(self) -> StepTime:
+        """Returns the step's time; the schedule's own operations set the pipeline's."""
         forward, backward, again, tensor = self.stage_seconds()
         transfer = self.transfer_seconds()
         times = StageTimes(forward, backward)
-        timeline = self._timeline(times, transfer, simulate)
+        timeline = self._timeline(times, transfer)
         busiest = max(range(self._ranks), key=lambda rank: timeline.busy[rank])
         held = [g for g in range(len(forward)) if g % self._ranks == busiest]
         recompute = self._microbatches * sum(again[g] for g in held)
@@ -151,31 +146,18 @@ class StepModel:
             bubble_share=timeline.bubble,
         )
 
-    def _timeline(self, times: StageTimes, transfer: float, simulate: bool) -> Timeline:
-        parallel, m = self._config.parallel, self._microbatches
-        schedule = parallel.pipeline if self._ranks > 1 else "1f1b"
-        if simulate and self._ranks > 1:
-            return run_schedule(
-                schedule,
-                self._ranks,
-                m,
-                times,
-                self._chunks,
-                transfer,
-                self._software.overlaps_pipeline,
-                parallel.active_microbatches,
-            )
-        stages = range(self._ranks * self._chunks)
-        busy = tuple(
-            m * sum(times.forward[g] + times.backward[g] for g in stages if g % self._ranks == rank)
-            for rank in range(self._ranks)
+    def _timeline(self, times: StageTimes, transfer: float) -> Timeline:
+        parallel = self._config.parallel
+        return run_schedule(
+            parallel.pipeline if self._ranks > 1 else "1f1b",
+            self._ranks,
+            self._microbatches,
+            times,
+            self._chunks,
+            transfer,
+            self._software.overlaps_pipeline,
+            parallel.active_microbatches,
         )
-        sent = 0.0
-        if self._ranks > 1 and not self._software.overlaps_pipeline:
-            sent = 2 * m * self._chunks * transfer
-        share = bubble_fraction(self._ranks, m, self._chunks)
-        seconds = (max(busy) + sent) / (1 - share)
-        return Timeline(seconds, busy, (sent,) * self._ranks)
 
     def stage_seconds(self) -> tuple[list[float], list[float], list[float], list[float]]:
         """Returns, by stage, seconds of a forward and a backward pass, and of two of their parts.
