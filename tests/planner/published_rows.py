@@ -4,6 +4,7 @@ from tests.planner.published_runs import (
     NEOX,
     Run,
     bloom,
+    core,
     korthikanti,
     megatron,
     mpt,
@@ -205,4 +206,6 @@ MORE = [
     mpt("MPT-13B 64 H100", 40, 5120, 40, "h100-80", 64, 2, 128, 4800, recompute="none"),
     mpt("MPT-30B 32 H100", 48, 7168, 56, "h100-80", 32, 14, 1344, 2308),
     mpt("MPT-70B 64 H100", 80, 8192, 64, "h100-80", 64, 8, 2048, 1039),
+    core("V44", 30, 4096, 32, 96, 2, 1, 1, 192, 466),
+    core("V47", 112, 18432, 144, 6144, 8, 16, 7, 3072, 460),
 ]

@@ -307,3 +307,28 @@ def zero_bubble(name, layers, width, heads, gpus, rows, microbatches, samples, g
         gigabytes=gigabytes,
         counts_tensors=True,
     )
+
+
+def core(name, layers, width, heads, gpus, tensor, pipeline, chunks, batch, teraflops):
+    """Megatron Core on H100; its microbatches are not published, 1 is our guess."""
+    seconds = sc21_seconds(layers, width, 131072, batch, gpus, teraflops, 4096, again=False)
+    return Run(
+        name=name,
+        source="github.com/NVIDIA/Megatron-LM, README.md of 2024",
+        software="megatron-core",
+        layers=layers,
+        width=width,
+        heads=heads,
+        vocabulary=131072,
+        cluster=f"h100-80:{gpus}",
+        tensor=tensor,
+        pipeline=pipeline,
+        chunks=chunks,
+        batch=batch,
+        length=4096,
+        level=1,
+        dropout=0.0,
+        seconds=seconds,
+        model={"tied_head": False},
+        fields={"sequence_parallel": True},
+    )

@@ -89,6 +89,17 @@ SOFTWARE = {
         Software(
             name="megatron-bf16", kernels="fused", scatters_hidden=True, gradient=4.0, wire=4.0
         ),
+        # Megatron Core of 2024: FlashAttention 2, gradients and hidden states travel meanwhile.
+        Software(
+            name="megatron-core",
+            kernels="fused",
+            attention="flash2",
+            scatters_hidden=True,
+            overlaps_data=True,
+            overlaps_pipeline=True,
+            gradient=4.0,
+            wire=4.0,
+        ),
         # Megatron-DeepSpeed allocates reduce and gather buckets of 5e8 elements (its defaults) in
         # ZeRO; its groups are made by both programs.
         Software(
