@@ -15,7 +15,7 @@ PROMPT ?= def main(
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup train test test-interop lint format types tests clean
+.PHONY: help setup train test test-interop test-system lint format types tests clean
 # Nothing of the machine's own Python packages gets in.
 unexport PYTHONPATH PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -78,6 +78,11 @@ $(INTEROP_STAMP): $(STAMP)
 
 test-interop: $(INTEROP_STAMP)
 	$(BIN)/python -m pytest tests/interop/test_transformers.py
+
+# Needs root, for the browser.
+test-system: $(STAMP)
+	@command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium
+	TFBIG_SYSTEM_TESTS=1 $(BIN)/python -m pytest tests/system
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

@@ -56,6 +56,8 @@ setup(
             "httpx>=0.27",
             "openai>=1.50",
         ],
+        "mlflow": ["mlflow-skinny>=2.20"],
+        "wandb": ["wandb>=0.19"],
         "notebook": ["ipython>=8", "pandas>=2.2"],
         "parquet": ["pyarrow>=17"],
         "gigatoken": ["gigatoken>=0.10,<0.11"],

@@ -29,6 +29,7 @@ class SyntheticRun:
       num_gpus: of a host.
       step_seconds: usual time of a step.
       interval: seconds between two samples of a host.
+      same_hosts: whether all hosts share one host's samples.
     """
 
     num_steps: int = 300
@@ -38,6 +39,7 @@ class SyntheticRun:
     num_gpus: int = 0
     step_seconds: float = 2.0
     interval: float = 0.5
+    same_hosts: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,7 +60,9 @@ class SyntheticRun:
         self.compilations: list[dict[str, Any]] = []
         self.num_hosts = -(-ranks // self.ranks_per_host)
         self.num_samples = int(self.seconds.sum() / self.interval)
-        self.system = [self._host_samples(rng) for _ in range(self.num_hosts)]
+        made = 1 if self.same_hosts else self.num_hosts
+        self.system = [self._host_samples(rng) for _ in range(made)]
+        self.system += [self.system[0]] * (self.num_hosts - made)
         self.padding = 0.0  # share of positions without a label
 
     def _host_samples(self, rng: np.random.Generator) -> dict[tuple[str, str, str], np.ndarray]:
@@ -95,6 +99,8 @@ class SyntheticRun:
             self._describe_host(folder.profiler_dir, node_id)
             if samples:
                 self._write_samples(folder.profiler_dir, node_id, host)
+            elif index and self.same_hosts:
+                self._copy_minutes(folder.profiler_dir, node_id)
             else:
                 self._write_minutes(folder.profiler_dir, node_id, host)
         for kind in ("tensors", "captures", "compilations"):
@@ -197,11 +203,20 @@ class SyntheticRun:
             values = np.round(quantiles[:, :, minute], 2).tolist()
             record = {"time": START + 60 * minute + 30, "samples": per_minute, "values": values}
             lines.append(orjson.dumps(record))
-            # The samples themselves, of their size and empty: a long run's are not read.
-            path = layout.system_path(output, node_id, int(START // 60) * 60 + 60 * minute)
+        # The samples themselves, of an hour's size a file and empty: a long run's are not read.
+        for hour in range(-(-minutes // 60)):
+            path = layout.system_path(output, node_id, int(START // 60) * 60 + 3600 * hour)
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "wb") as file:
-                file.truncate(140 * len(columns) * per_minute)
+                file.truncate(140 * len(columns) * per_minute * 60)
         path = layout.minutes_path(output, node_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"\n".join(lines) + b"\n")
+
+    def _copy_minutes(self, output: Path, node_id: str) -> None:
+        for path in list(output.glob("system/incremental/*/*.algo-1.json")):
+            minute = path.name.partition(".")[0]
+            with open(path.with_name(f"{minute}.{node_id}.json"), "wb") as file:
+                file.truncate(path.stat().st_size)
+        first = layout.minutes_path(output, "algo-1")
+        layout.minutes_path(output, node_id).write_bytes(first.read_bytes())

@@ -12,6 +12,7 @@ from rich.text import Text
 from tfbig.config import Config
 from tfbig.loop import Hook, Progress
 from tfbig.run_folder import RunFolder
+from tfbig.trackers import tracker_hooks
 
 
 class RecordHook(Hook):
@@ -183,4 +184,4 @@ def main_rank_hooks(config: Config, folder: RunFolder) -> list[Hook]:
     hooks: list[Hook] = [RecordHook(folder)]
     if config.run.tensorboard:
         hooks.append(TensorBoardHook(folder))
-    return [*hooks, ProgressHook(config)]
+    return [*hooks, *tracker_hooks(config), ProgressHook(config)]

@@ -1,5 +1,6 @@
 """What a run measures of itself, and what follows from it. TensorFlow-free."""
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class ProfileConfig:
     rule_webhook: str = ""
     """URL that is told, as JSON, of each rule that fires during training; empty means none."""
     rule_seconds: float = 60.0
-    """Seconds between two looks of the rules at a run in training; 0 means none."""
+    """Seconds between two looks of the rules, for the two options above; 0 means none."""
     tracker: Literal["none", "mlflow", "wandb"] = "none"
     """Where the records go besides files and TensorBoard; wandb writes offline."""
 
@@ -62,6 +63,9 @@ def profile_problems(profile: ProfileConfig) -> Iterator[str]:
         parse_steps(profile.profile_steps)
     except ValueError as error:
         yield f"--profile_steps={profile.profile_steps}: {error}; write e.g. 5,100-102."
+    tracker = profile.tracker
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        yield f"--tracker={tracker} needs its package: pip install 'tfbig[{tracker}]'."
     if profile.tensor_stats_every < 0:
         yield f"--tensor_stats_every={profile.tensor_stats_every} must be at least 0."
     if not 0 <= profile.rule_seconds < float("inf"):

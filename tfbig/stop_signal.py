@@ -54,6 +54,10 @@ class StopSignal:
         os.close(self._writing)  # which ends the thread
         self._thread.join()
 
+    def request(self, reason: str) -> None:
+        """Ends the run as a signal would, for a reason in words."""
+        self.value, self.name = STOP, reason
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.value, self.name = STOP, self.name or signal.Signals(number).name
 

@@ -53,6 +53,10 @@ def run(config: Config, command: Sequence[str] = ()) -> int:
     """
     validate(config)
     check_run_folder(config)
+    if config.profile.stop_on_rule:
+        from tfbig.profiler.rules.catalogue import check_names
+
+        check_names(config.profile.stop_on_rule)
     folder, initial = RunFolder(config.run.run_dir), open_initial(config)
     import trainers  # TensorFlow starts here, after the mistakes that need none of it
 
@@ -133,7 +137,7 @@ def _train(
     # Steps.
     with (
         StopSignal() as stop_signal,
-        measured(config, folder.profiler_dir, trainer, data.sources) as measuring,
+        measured(config, folder.profiler_dir, trainer, data.sources, stop_signal) as measuring,
     ):
         loop = Loop(
             config=config,

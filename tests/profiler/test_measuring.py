@@ -83,6 +83,7 @@ def test_bad_flags_are_named(small_flags):
         "--profile_steps=7-5": "'7-5'",
         "--profile_steps=x": "write e.g. 5,100-102",
         "--rule_webhook=ftp://a": "http",
+        "--stop_on_rule=MemoryLeek": "Did you mean MemoryLeak",
     }.items():
         with pytest.raises(UserError, match=words):
             train._body([*small_flags, flag])

@@ -15,16 +15,22 @@ from tfbig.profile_config import parse_steps
 from tfbig.profiler.clock_offset import estimate_offset
 from tfbig.profiler.compilations import CompilationHook
 from tfbig.profiler.event_writer import EventWriter
+from tfbig.profiler.live import live_hooks
 from tfbig.profiler.place import host_place
 from tfbig.profiler.sampler import Sampler
 from tfbig.profiler.step_table import StepTableWriter
 from tfbig.profiler.tensor_stats import TensorStatsHook
 from tfbig.profiler.timeline import TimelineHook
+from tfbig.stop_signal import StopSignal
 
 
 @contextlib.contextmanager
 def measured(
-    config: Config, profiler_dir: Path, trainer: Any, sources: Sequence[str] = ()
+    config: Config,
+    profiler_dir: Path,
+    trainer: Any,
+    sources: Sequence[str],
+    stop_signal: StopSignal,
 ) -> Iterator[list[Hook]]:
     """Measures a run while the context lasts; entered by all ranks together.
 
@@ -33,6 +39,7 @@ def measured(
       profiler_dir: where the files go.
       trainer: built.
       sources: names of the data's sources.
+      stop_signal: set when a rule is to stop the run.
 
     Yields:
       This rank's hooks; none under --noprofile.
@@ -49,6 +56,9 @@ def measured(
             hooks = _hooks(config, profiler_dir, trainer, offset, place, closing)
             if trainer.rank == 0:
                 write_atomic(profiler_dir / "sources.json", orjson.dumps(list(sources)))
+                for hook in live_hooks(config.profile, profiler_dir.parent, stop_signal.request):
+                    closing.callback(hook.close)
+                    hooks.append(hook)
             if place.local_rank == 0:
                 sampler = Sampler(profiler_dir, place, interval)
                 sampler.start()

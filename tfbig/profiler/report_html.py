@@ -16,7 +16,7 @@ body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; 
 h1 { margin-bottom: 0; } h2 { margin-top: 2.2em; border-bottom: 1px solid #ccc; }
 .verdict { background: #f3f6fb; border-left: 4px solid #3b6fb6; padding: .6em 1em .6em 2.2em; }
 .verdict li { margin: .3em 0; } .verdict li:first-child { font-weight: 600; }
-.scroll { overflow-x: auto; max-height: 34em; }
+.scroll { overflow-x: auto; } .long { max-height: 34em; }
 table { border-collapse: collapse; margin: .8em 0; font-size: .86em; }
 th, td { padding: .25em .7em; border-bottom: 1px solid #e2e2e6; text-align: left;
   vertical-align: top; }
@@ -31,6 +31,7 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
     "img-src data: blob:; font-src data:"
 )
+_LONG = 30  # rows of a table from which on it scrolls
 _ICON = "data:,"  # else browsers ask for favicon.ico
 
 
@@ -96,7 +97,8 @@ def _table(table: Table) -> str:
     head = "".join(f"<th>{html.escape(str(column))}</th>" for column in table.columns)
     caption = f"<caption>{html.escape(table.caption)}</caption>" if table.caption else ""
     rows = "".join(_row(row) for row in table.rows)
-    return f'<div class="scroll"><table>{caption}<tr>{head}</tr>{rows}</table></div>'
+    kind = "long scroll" if len(table.rows) > _LONG else "scroll"
+    return f'<div class="{kind}"><table>{caption}<tr>{head}</tr>{rows}</table></div>'
 
 
 def _row(row: Any) -> str:

@@ -104,7 +104,7 @@ def _account(run: RunData, numbers: dict[str, Any], ledger: Ledger) -> str:
     parallel = run.config["parallel"]
     said = [
         f"{numbers['steps']:,} steps of {run.config['run']['preset']} by {parallel['strategy']} on"
-        f" {numbers['ranks']} ranks"
+        f" {numbers['ranks']} rank{'s' if numbers['ranks'] > 1 else ''}"
     ]
     if numbers["tokens_per_second"]:
         rate = f"{numbers['tokens_per_second']:,.0f} tokens/s"

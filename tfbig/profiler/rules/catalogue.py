@@ -1,7 +1,8 @@
 """All rules by name, and what they see together."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from tfbig.errors import UserError, near_matches
 from tfbig.profiler.rules import host_rules, step_rules, tensor_rules
 from tfbig.profiler.rules.rule import Finding, Rule, with_parameters
 from tfbig.profiler.run_data import RunData
@@ -60,6 +61,17 @@ def look_at(run: RunData, settings: Mapping[str, str] | None = None) -> list[Fin
     """
     findings = [rule.look(run) for rule in with_parameters(RULES, settings or {})]
     return sorted(findings, key=lambda f: (not f.triggered, -f.gain, not f.datapoints))
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Checks that rules exist.
+
+    Raises:
+      UserError: one does not.
+    """
+    for name in names:
+        if name not in RULES:
+            raise UserError(f"there is no rule {name!r}.{near_matches(name, list(RULES))}")
 
 
 def description(name: str) -> str:
