@@ -62,7 +62,9 @@ setup(
         "parquet": ["pyarrow>=17"],
         "gigatoken": ["gigatoken>=0.10,<0.11"],
         "dedup": ["rensa>=0.5,<0.6"],
-        "interop": ["torch>=2.4", "transformers>=4.48"],
+        "evaluation": ["lm-eval>=0.4.8"],
+        "summarisation": ["rouge-score>=0.1.2"],
+        "interop": ["torch>=2.4", "transformers>=4.48", "rouge-score>=0.1.2"],
     },
     entry_points={"console_scripts": ["tfbig = tfbig.__main__:main"]},
 )

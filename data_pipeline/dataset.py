@@ -228,6 +228,16 @@ class TokenData:
         batch[LOSS_MASK][positions >= order.num_rows] = 0
         return batch
 
+    def sources_in_order(self, split: str, positions: np.ndarray) -> np.ndarray:
+        """Returns the source (n,) of a split's rows by number; behind its end, of the last row.
+
+        Args:
+          split: of the folder.
+          positions: (n,) int64.
+        """
+        order = self._open_splits[split].order
+        return order.locate_sequential(np.minimum(positions, order.num_rows - 1)).source
+
     def _gather(self, split: str, place: Place, positions: np.ndarray) -> Batch:
         opened, stored = self._open_splits[split], self._contents["features"]
         batch = {

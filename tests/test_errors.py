@@ -312,7 +312,8 @@ def sections_of(section: type) -> st.SearchStrategy:
     from tfbig.flags import _choices
 
     kinds = {bool: st.booleans(), int: INTEGERS, float: FLOATS, str: st.text(max_size=4)}
-    kinds[tuple] = st.just(())
+    words = st.one_of(st.text(max_size=4), st.sampled_from(["*", "embedding_layer", "dense/"]))
+    kinds[tuple] = st.lists(words, max_size=2).map(tuple)
     values = {}
     for name, default in section().__dict__.items():
         choices = _choices(section, name)

@@ -30,6 +30,14 @@ class EvaluateConfig:
     """Prepared data folder; empty means the run's own."""
     eval_batch: int = 32
     """Sequences per evaluation step over all ranks."""
+    stride: int = 0
+    """Labels by which overlapping windows are apart; 0 evaluates rows as they are stored."""
+    window: int = 0
+    """Tokens of such a window; 0 means the data's sequence length."""
+    tasks: tuple[str, ...] = ()
+    """Task of lm-evaluation-harness to run instead. Repeat the flag for more."""
+    task_path: str = ""
+    """Folder of task files besides the harness' own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,37 @@ def evaluate(
     for batch in batches:
         before_batch()
         totals += [np.sum(rows, dtype=np.float64) for rows in trainer.evaluate_step(batch, weights)]
+    return measures_of(totals, num_bytes)
+
+
+def totals_by_source(
+    trainer: Any, batches: Iterable[Any], row_sources: Iterable[np.ndarray], num_sources: int
+) -> np.ndarray:
+    """Returns (num_sources, 3) float64: loss sum, tokens and correct ones of each source.
+
+    Args:
+      trainer: built, of any strategy.
+      batches: as for `evaluate`.
+      row_sources: the source of each row of each global batch.
+      num_sources: of the data.
+    """
+    totals = np.zeros((num_sources, 3))
+    for batch, sources in zip(batches, row_sources, strict=True):
+        rows = np.stack(trainer.evaluate_step(batch), axis=1)  # (global batch, 3)
+        np.add.at(totals, sources, rows.astype(np.float64))
+    return totals
+
+
+def measures_of(totals: np.ndarray, num_bytes: int) -> dict[str, float]:
+    """Returns the measures of sums over any set of rows.
+
+    Args:
+      totals: (3,) loss sum, tokens, correct ones.
+      num_bytes: of text that the labels stand for; 0 leaves bits per byte out.
+
+    >>> measures_of(np.array([0.0, 2.0, 1.0]), 0)["accuracy"]
+    0.5
+    """
     loss_sum, num_tokens, num_correct = (float(total) for total in totals)
     loss = loss_sum / num_tokens if num_tokens else math.nan
     measures = {

@@ -16,6 +16,7 @@ from tfbig.variables import is_trained, variable_specs
 
 _MAX_SEED = 2**31 - 1
 _MOST_OF_A_PROCESS = 4096  # threads, devices, readers: more is a slip of the keyboard
+_MAX_LAYERS_LISTED = 10_000  # beyond, the table of variables is not made for a check
 
 
 def validate(config: Config) -> None:
@@ -104,8 +105,8 @@ def _adapter_problems(config: Config) -> Iterator[str]:
         return
     if not 0 < model.lora_alpha < math.inf:
         yield f"--lora_alpha={model.lora_alpha} must be above 0 and finite."
-    if min(model.num_heads, model.num_layers) < 1:
-        return  # said above
+    if not freeze or model.num_heads < 1 or not 1 <= model.num_layers <= _MAX_LAYERS_LISTED:
+        return
     paths = [spec.path for spec in variable_specs(model)]
     without = dataclasses.replace(model, lora_rank=0)
     for pattern in freeze:
