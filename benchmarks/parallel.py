@@ -151,8 +151,7 @@ def measure_sleeping_stages(quick: bool) -> None:
     import tensorflow as tf
 
     from trainers.collectives import Engine
-    from trainers.mesh import make_mesh
-    from trainers.pipeline import mesh_groups
+    from trainers.mesh import make_mesh, mesh_groups
     from trainers.pipeline_link import Link
     from trainers.pipeline_program import Exchange, plan_programs, simulated_seconds
     from trainers.pipeline_schedule import bubble_fraction, compute_order

@@ -31,6 +31,8 @@ class CopiedOptimizer:
       training: whether there are slots.
     """
 
+    holds_weights = False  # these are the variables' own
+
     def __init__(
         self,
         config: Config,

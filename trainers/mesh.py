@@ -1,6 +1,8 @@
 """The mesh of ranks: data, pipeline and tensor axes, and who talks with whom. TensorFlow-free."""
 
+import itertools
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -136,3 +138,40 @@ def make_mesh(
         "tensor": tensor_degree,
     }
     return Mesh(sizes, order)
+
+
+def warn_of_slow_tensor_groups(mesh: Mesh, ranks_per_host: int) -> None:
+    """Says on standard error when tensor groups cross hosts, and what that costs."""
+    num_hosts = mesh.hosts_of_a_tensor_group(ranks_per_host)
+    if num_hosts > 1:
+        # One way, per GPU: NVLink of an A100 300 GB/s; a 400 Gb/s network shared by 8 GPUs.
+        ratio = math.floor(300 / (400 / 8 / 8))
+        print(
+            f"warning: each tensor group spans {num_hosts} hosts: four all-reduces a block cross"
+            f" the network, about {ratio} times slower than NVLink on 8-GPU hosts with 400 Gb/s."
+            f" Take --tensor_parallel_degree <= {ranks_per_host} and a --placement_strategy that"
+            " ends in T.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def mesh_groups(mesh: Mesh, is_ring: bool, is_tied: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the ranks of every group of the mesh, by axis; the engine drops equal ones.
+
+    Args:
+      mesh: of all ranks.
+      is_ring: whether the last stage also hands over to the first (interleaved chunks).
+      is_tied: whether first and last stage sum the gradients of a tied token embedding.
+    """
+    groups: list[tuple[str, tuple[int, ...]]] = []
+    for line in mesh.lines("pipeline"):
+        if len(line) > 1:
+            groups += [("pipeline", pair) for pair in itertools.pairwise(line)]
+            if is_ring and len(line) > 2:
+                groups.append(("pipeline", (line[0], line[-1])))
+            if is_tied:
+                groups.append(("tied", (line[0], line[-1])))
+    for axis in ("data", "tensor"):
+        groups += [(axis, line) for line in mesh.lines(axis)]
+    return groups

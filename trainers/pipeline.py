@@ -1,8 +1,6 @@
 """Models larger than one device: any mesh of data, pipeline and tensor parallelism on Horovod."""
 
-import itertools
-import math
-import sys
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from tfbig.config import Config
 from tfbig.errors import UserError
 from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
+from tfbig.model.initialization import part_value
 from tfbig.step_spans import Spans
 from tfbig.variables import is_trained
 from trainers.agreement import check_equal_ranks
@@ -24,7 +23,7 @@ from trainers.collectives import Engine, Group
 from trainers.copied_optimizer import CopiedOptimizer
 from trainers.devices import prepare_devices
 from trainers.flat_buckets import flat_buckets
-from trainers.mesh import Mesh, make_mesh
+from trainers.mesh import make_mesh, mesh_groups, warn_of_slow_tensor_groups
 from trainers.partition import choose_partition
 from trainers.pipeline_link import Link
 from trainers.pipeline_program import plan_programs
@@ -37,30 +36,10 @@ from trainers.tensor_parallel import TensorParallel
 from trainers.tensor_state import TensorState
 from trainers.tensor_table import shard_table
 from trainers.token_history import TokenHistory, empty_history, extend, new_tokens
+from trainers.unallocated import stored_as_used
 from trainers.validate import check_mesh_fits, check_one_device, derive_microbatch_size, num_chunks
 
 FLOAT32_BYTES = 4
-
-
-def mesh_groups(mesh: Mesh, is_ring: bool, is_tied: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the ranks of every group of the mesh, by axis; the engine drops equal ones.
-
-    Args:
-      mesh: of all ranks.
-      is_ring: whether the last stage also hands over to the first (interleaved chunks).
-      is_tied: whether first and last stage sum the gradients of a tied token embedding.
-    """
-    groups: list[tuple[str, tuple[int, ...]]] = []
-    for line in mesh.lines("pipeline"):
-        if len(line) > 1:
-            groups += [("pipeline", pair) for pair in itertools.pairwise(line)]
-            if is_ring and len(line) > 2:
-                groups.append(("pipeline", (line[0], line[-1])))
-            if is_tied:
-                groups.append(("tied", (line[0], line[-1])))
-    for axis in ("data", "tensor"):
-        groups += [(axis, line) for line in mesh.lines(axis)]
-    return groups
 
 
 class PipelineTrainer(Trainer):
@@ -187,6 +166,21 @@ class PipelineTrainer(Trainer):
             **options,
         )
 
+    def _make_weights(self, block_range: tuple[int, int] | None, **options: Any) -> GPT:
+        """Returns a model with its variables; where state is shared, in the dtypes of their use.
+
+        Exact values are then with the optimizer, a part on each data rank.
+        """
+        parallel = self.config.parallel
+        if parallel.sharding_level == 0 or parallel.precision == "float32":
+            return self._make_model(block_range, **options)
+        make = functools.partial(self._make_model, block_range, initial_values=False, **options)
+        return stored_as_used(make, self._initial_value)
+
+    def _initial_value(self, path: str) -> tf.Tensor:
+        """Returns what a variable of this rank starts from, float32."""
+        return part_value(self.config.model, self.config.run.seed, path, self._split)
+
     def _make_parts(self, training: bool) -> dict[str, tf.Variable]:
         """Makes what this rank computes with and returns its variables, by path."""
         ranges = [
@@ -194,7 +188,7 @@ class PipelineTrainer(Trainer):
             for chunk in range(self._num_chunks)
         ]
         # Microbatches in flight would each keep a gradient of the head as large as its weight.
-        models = [self._make_model(blocks, chunked_head=False) for blocks in ranges]
+        models = [self._make_weights(blocks, chunked_head=False) for blocks in ranges]
         options = self.config.parallel.jit_compile, self.config.optimizer.freeze
         self._chunks = [Chunk(model, training, *options) for model in models]
         if training and any(not chunk.trained for chunk in self._chunks):
@@ -223,7 +217,7 @@ class PipelineTrainer(Trainer):
             return CopiedOptimizer(*arguments, paths, self._groups.data, training)
         buckets = flat_buckets(sizes, paths, self._groups.data.size)
         sharded = ShardedOptimizer(*arguments, buckets, self._groups.data, training)
-        sharded.begin(lambda path: variables[path].read_value())
+        sharded.begin(self._initial_value)
         return sharded
 
     def _training_program(self):
@@ -319,7 +313,10 @@ class PipelineTrainer(Trainer):
         return self._engine.world.all_reduce(tensor, name)
 
     def state_slices(self) -> Iterator[Slice]:
-        yield from self._state.slices()
+        exact = self._shards if self._optimizer.holds_weights else {}
+        for part in self._state.slices():
+            if part.path not in exact:  # else the optimizer's are
+                yield part
         yield from self._optimizer.slices()
 
     def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:
@@ -388,19 +385,3 @@ def joined(recorded: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, np.ndarray]
         for axis, pairs in intervals.items():
             by_axis.setdefault(axis, []).append(pairs.numpy())
     return {axis: np.concatenate(x) for axis, x in by_axis.items()}
-
-
-def warn_of_slow_tensor_groups(mesh: Mesh, ranks_per_host: int) -> None:
-    """Says on standard error when tensor groups cross hosts, and what that costs."""
-    num_hosts = mesh.hosts_of_a_tensor_group(ranks_per_host)
-    if num_hosts > 1:
-        # One way, per GPU: NVLink of an A100 300 GB/s; a 400 Gb/s network shared by 8 GPUs.
-        ratio = math.floor(300 / (400 / 8 / 8))
-        print(
-            f"warning: each tensor group spans {num_hosts} hosts: four all-reduces a block cross"
-            f" the network, about {ratio} times slower than NVLink on 8-GPU hosts with 400 Gb/s."
-            f" Take --tensor_parallel_degree <= {ranks_per_host} and a --placement_strategy that"
-            " ends in T.",
-            file=sys.stderr,
-            flush=True,
-        )

@@ -23,7 +23,7 @@ from trainers.horovod import FLOAT32_BYTES, HorovodTrainer
 from trainers.replica import Local, ReplicaTrainer
 from trainers.sharded_optimizer import Parts, ShardedOptimizer
 from trainers.tensor_table import shard_table
-from trainers.unallocated import unallocated
+from trainers.unallocated import stored_as_used
 
 
 class ShardedTrainer(HorovodTrainer):
@@ -45,12 +45,7 @@ class ShardedTrainer(HorovodTrainer):
         if self.config.parallel.precision == "float32":
             return super()._make_model(initial_values)
         make = functools.partial(super()._make_model, initial_values=False)
-        model = unallocated(make)
-        dtypes = {path: model.weight_dtype(path) for path in model.canonical_variables()}
-        for path, variable in model.canonical_variables().items():
-            value = tf.cast(self._initial_value(path), dtypes[path])
-            variable._initialize(tf.Variable(value, name=variable.name))
-        return model
+        return stored_as_used(make, self._initial_value)
 
     def _initial_value(self, path: str) -> tf.Tensor:
         return part_value(self.config.model, self.config.run.seed, path)

@@ -7,7 +7,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfbig.model.context import Context
-from tfbig.model.initialization import part_value
 from tfbig.recomputation_mode import group_size
 from tfbig.variables import variable_specs
 from trainers.base import Batch
@@ -38,7 +37,7 @@ class ShardedMeshTrainer(PipelineTrainer):
             make = functools.partial(self._make_model, None, initial_values=False)
             self._model = unallocated(make)
             return {}
-        self._model = self._make_model(None)
+        self._model = self._make_weights(None)
         variables = self._model.canonical_variables()
         return {path: variable.value for path, variable in variables.items()}
 
@@ -57,8 +56,7 @@ class ShardedMeshTrainer(PipelineTrainer):
         optimizer = ShardedOptimizer(
             self.config, variables or None, self._shards, buckets, data, training
         )
-        config = self.config
-        optimizer.begin(lambda path: part_value(config.model, config.run.seed, path, self._split))
+        optimizer.begin(self._initial_value)
         self._variables = variables or None
         return optimizer
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from tfbig.model.gpt import GPT
@@ -20,4 +21,18 @@ def unallocated(make: Callable[[], GPT]) -> GPT:
     names = {id(variable) for variable in model.variables}
     waiting = global_state.get_global_attribute("uninitialized_variables", [], set_to_default=True)
     waiting[:] = [variable for variable in waiting if id(variable) not in names]
+    return model
+
+
+def stored_as_used(make: Callable[[], GPT], value_of: Callable[[str], tf.Tensor]) -> GPT:
+    """Returns make(), whose variables have the dtypes that the layers compute with.
+
+    Args:
+      make: builds a model without setting initial values.
+      value_of: path -> float32 initial value.
+    """
+    model = unallocated(make)
+    for path, variable in model.canonical_variables().items():
+        value = tf.cast(value_of(path), model.weight_dtype(path))
+        variable._initialize(tf.Variable(value, name=variable.name))
     return model
