@@ -10,7 +10,7 @@ from data_pipeline.dataset import TokenData
 from tfbig import train
 from tfbig.bad_steps import BadSteps
 from tfbig.config import Config, replace_fields
-from tfbig.errors import RunError
+from tfbig.errors import RunError, UserError
 from tfbig.run_folder import read_events, read_metrics
 
 BAD_STEP, STEPS, GLOBAL_BATCH = 32, 34, 6
@@ -150,3 +150,17 @@ def test_a_run_that_has_diverged_ends(tmp_path, small_flags):
     with pytest.raises(RunError, match="more than --max_bad_steps=3"):
         train._body([*flags, "--notensorboard"])
     assert len(events_of(tmp_path, "bad_step")) == 4
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--spike_window=1", "--spike_window=1 must be at least 2"),
+        ("--hang_timeout=-1", "--hang_timeout=-1.0 must be at least 0"),
+        ("--bad_step_policy=skp", "Did you mean skip?"),
+    ],
+)
+def test_mistakes(flag, words, small_flags):
+    with pytest.raises(UserError) as error:
+        train._body([*small_flags, "--run_dir=nowhere", flag])
+    assert words in str(error.value)

@@ -1,0 +1,44 @@
+"""Trains like `tfbig.train`, until something befalls one rank.
+
+usage: fault_worker.py KIND RANK STEP FLAGS..., where KIND is
+  exit0    the rank's process ends with code 0
+  short    the rank thinks it is done and leaves the loop
+  stop     the rank's process is stopped by SIGSTOP
+"""
+
+import os
+import signal
+import sys
+
+from tfbig.command import launched_rank, quiet_tensorflow
+
+quiet_tensorflow()
+
+from tfbig import train  # noqa: E402
+from tfbig.loop import Loop  # noqa: E402
+
+
+def befall(kind: str) -> None:
+    if kind == "exit0":
+        os._exit(0)
+    if kind == "short":
+        sys.exit(0)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def main(kind: str, rank: int, step: int, flags: list[str]) -> None:
+    if launched_rank() == rank:
+        real = Loop._launch
+
+        def launch(self, progress):
+            if progress.step == step:
+                befall(kind)
+            return real(self, progress)
+
+        Loop._launch = launch
+    train.main(flags)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
