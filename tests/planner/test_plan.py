@@ -15,6 +15,7 @@ from tfbig.planner.economics import economics
 from tfbig.planner.flops import chinchilla_tokens, conventions
 from tfbig.planner.layout import check_layout, make_plan, trains
 from tfbig.planner.question import request_of
+from tfbig.presets import preset
 
 GPT3 = {
     "preset": "gpt3_175b",
@@ -127,6 +128,7 @@ def test_the_closed_formulas_rank_as_the_simulation_does():
 
 def test_best_prints_a_command_that_train_accepts(capsys):
     values = {"preset": "gpt3_1_3b", "cluster": "a100-80:16", "precision": "bfloat16"}
+    values |= {"num_layers": 20, "learning_rate": 1e-4, "tf32": False}
     assert run(values | {"best": True}) == 0
     text = capsys.readouterr().out
     assert "It wins over" in text and "of the step are passes" in text
@@ -137,7 +139,8 @@ def test_best_prints_a_command_that_train_accepts(capsys):
 
     words = command.split("tfbig.train ")[1].split()
     given = Flags("train", run_sections(), "").parse(words)
-    assert given["preset"] == "gpt3_1_3b"
+    best = search.best_plans(request_of(values))[0][0].request.config
+    assert replace_fields(preset(given.pop("preset")), given) == best
 
 
 def test_flops_by_each_convention():

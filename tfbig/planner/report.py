@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from tfbig import presets
 from tfbig.config import count_parameters
 from tfbig.planner.flops import conventions, tokens_per_step
 from tfbig.planner.layout import Plan, Request
@@ -125,32 +126,26 @@ def _run_lines(plan: Plan) -> list[str]:
 def launch_command(plan: Plan) -> str:
     """Returns the command that trains the layout."""
     request = plan.request
-    config, parallel = request.config, request.config.parallel
-    flags = {
-        "preset": config.run.preset,
-        "strategy": parallel.strategy,
+    config, start = request.config, presets.preset(request.config.run.preset)
+    # What differs from the preset, and what a reader wants to see in any case.
+    shown: dict[str, Any] = {
+        "strategy": config.parallel.strategy,
         "global_batch": config.run.global_batch,
-        "microbatches": parallel.microbatches,
-        "precision": parallel.precision,
-        "sequence_length": config.data.sequence_length,
     }
-    if parallel.strategy == "pipeline":
-        flags |= {
-            "pipeline_parallel_degree": parallel.pipeline_parallel_degree,
-            "tensor_parallel_degree": parallel.tensor_parallel_degree,
-            "placement_strategy": parallel.placement_strategy,
-        }
-        if parallel.pipeline_parallel_degree > 1:
-            flags["pipeline"] = parallel.pipeline
-        if parallel.pipeline == "interleaved":
-            flags["num_chunks"] = parallel.num_chunks
-    words = [f"--{name}={value}" for name, value in flags.items()]
-    if parallel.sequence_parallel:
-        words.append("--sequence_parallel")
+    shown["microbatches"] = config.parallel.microbatches
+    for section in dataclasses.fields(config):
+        values, before = getattr(config, section.name), getattr(start, section.name)
+        for field in dataclasses.fields(values):
+            value = getattr(values, field.name)
+            if value != getattr(before, field.name):
+                shown[field.name] = value
+    words = [f"--preset={config.run.preset}"]
+    for name, value in shown.items():
+        words.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
     options = request.options
     levels = ("shard_optimizer_state", "shard_gradients", "shard_parameters")
-    words += [f"--{name}" for name in levels[: options.sharding_level]]
-    if options.activation_checkpointing != "none":
+    words += [f"--{n}" for n in levels[: options.sharding_level] if n not in shown]
+    if options.activation_checkpointing != "none" and "activation_checkpointing" not in shown:
         words.append(f"--activation_checkpointing={options.activation_checkpointing}")
     command = " ".join(["python -m tfbig.train", *words])
     if request.cluster.num_devices == 1:
