@@ -25,7 +25,7 @@ from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.run_folder import read_metrics
 
 MOMENTS = ("start-up", "step", "step", "checkpoint", "checkpoint", "evaluation")
-START_SECONDS = 240.0
+START_SECONDS = 900.0  # a loaded machine
 CHECKPOINT_EVERY, EVAL_EVERY = 5, 15
 COMPARED = ("loss", "grad_norm", "learning_rate", "consumed_samples")
 

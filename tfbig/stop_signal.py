@@ -36,7 +36,7 @@ class StopSignal:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
-        reading, self._writing = os.pipe2(os.O_CLOEXEC)
+        reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._previous_wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._thread = threading.Thread(
