@@ -64,27 +64,30 @@ def measure(folder: Path, preset: dict[str, Any], num_saves: int, num_steps: int
     for _ in range(3):
         one_step(trainer, step)
         step += 1
-    found: dict[str, Any] = {"bytes": size, "sync": [], "copy": [], "slowed": []}
+    found: dict[str, Any] = {"bytes": size}
+    found |= {name: [] for name in ("sync", "copy", "slowed", "sync cpu", "copy cpu")}
     with keeper_of(folder, trainer, config, False) as keeper:
         for _ in range(num_saves):
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.thread_time()
             keeper.save(Progress(step, step), {})
             found["sync"].append(time.perf_counter() - start)
+            found["sync cpu"].append(time.thread_time() - cpu)
             one_step(trainer, step)
             step += 1
     with keeper_of(folder, trainer, config, True) as keeper:
         for number in range(num_saves + 1):
             plain = statistics.median(one_step(trainer, step + i) for i in range(num_steps))
             step += num_steps
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.thread_time()
             keeper.save(Progress(step, step), {})
-            copy = time.perf_counter() - start
+            copy, cpu = time.perf_counter() - start, time.thread_time() - cpu
             slowed = 0.0
             while not keeper.finished():
                 slowed += one_step(trainer, step) - plain
                 step += 1
             if number:  # the first one also takes its memory from the system
                 found["copy"].append(copy)
+                found["copy cpu"].append(cpu)
                 found["slowed"].append(slowed)
             else:
                 found["first copy"] = copy
@@ -109,6 +112,8 @@ def main() -> None:
     print(f"asynchronous save: the step waits {copy:.3f} s (of {found['copy']})")
     print(f"first asynchronous save, which also takes the memory: {found['first copy']:.3f} s")
     print(f"steps beside the writing thread take {slowed:.2f} s longer in all: it shares the cores")
+    cpu = [statistics.median(found[name]) for name in ("sync cpu", "copy cpu")]
+    print(f"processor time of the training thread: {cpu[0]:.3f} s and {cpu[1]:.4f} s")
     share = copy / sync
     print(
         f"a step's wait for an asynchronous save | {BAR:.0%} of the synchronous one | "

@@ -192,7 +192,7 @@ def soak(folder: Path, num_kills: int, num_ranks: int, flags: list[str], seed: i
       flags: of model and data.
       seed: of the moments.
     """
-    generator, steps = random.Random(seed), max(20, 8 * num_kills)
+    generator, steps = random.Random(seed), max(20, 15 * num_kills)
     straight, killed = folder / "straight", folder / "killed"
     first = start(command_of(flags, straight, steps, num_ranks), folder / "straight.log")
     code = first.wait(timeout=3600)
