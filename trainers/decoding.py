@@ -32,7 +32,7 @@ class Decoder:
 
     def __init__(self, model: GPT, values: Mapping[str, tf.Variable], vocab_size: int) -> None:
         self._model, self._values, self._vocab_size = model, values, vocab_size
-        self._functions: dict[tuple[bool, tf.DType], tf.types.experimental.PolymorphicFunction] = {}
+        self._functions: dict[tuple[bool, tf.DType], tf.types.experimental.ConcreteFunction] = {}
 
     def new_cache(
         self, num_rows: int, max_length: int, make: Callable[[CacheShape], Store] = make_store
@@ -96,17 +96,19 @@ class Decoder:
     @property
     def num_traces(self) -> int:
         """How often a step was traced."""
-        return sum(run.experimental_get_tracing_count() for run in self._functions.values())
+        return len(self._functions)
 
     def _function(
         self, all_rows: bool, cache: DecodeCache, cached: list[tf.Tensor]
-    ) -> tf.types.experimental.PolymorphicFunction:
+    ) -> tf.types.experimental.ConcreteFunction:
         """Returns the compiled step: one for all rows, one for some of them."""
         name = (all_rows, cached[0].dtype)
         if name not in self._functions:
             vector = tf.TensorSpec([None], tf.int32)
             *_, num_heads, block_length, head_dim = cache.shape.array_shape
-            blocks = tf.TensorSpec([None, None, num_heads, block_length, head_dim], cached[0].dtype)
+            shape = [None, None, num_heads, block_length, head_dim]
+            whole = [2 * cache.shape.num_layers] if len(cached) == 1 else []
+            blocks = tf.TensorSpec([*whole, *shape], cached[0].dtype)
             signature = (
                 tf.TensorSpec([None, None], tf.int32),
                 vector,
@@ -117,9 +119,10 @@ class Decoder:
                 [tf.TensorSpec(weight.shape, weight.dtype) for weight in cache.weights],
                 [blocks] * len(cached),
             )
+            # The concrete function itself: nothing is looked up at each step.
             self._functions[name] = tf.function(
                 functools.partial(self._graph, all_rows), input_signature=signature, autograph=False
-            )
+            ).get_concrete_function()
         return self._functions[name]
 
     def _compute_weights(self, dtype: tf.DType) -> list[tf.Tensor]:
@@ -182,7 +185,7 @@ class Decoder:
     ) -> CacheView:
         """Returns what the blocks of the model see of the cache."""
         used = []
-        for part in cached:
+        for part in tf.unstack(cached[0]) if len(cached) == 1 else cached:
             part = part[:num_blocks]  # (C, R, H, K, d): the same memory
             if part.dtype == tf.uint16:
                 part = tf.bitcast(part, self._model.compute_dtype)

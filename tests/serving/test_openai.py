@@ -66,8 +66,7 @@ def test_logprobs(openai_client):
     for token, value, top in zip(
         logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
     ):
-        # Tokens that are parts of characters look alike, so that there may be fewer names.
-        assert 1 <= len(top) <= 3
+        assert len(top) == 3
         assert value == pytest.approx(max(top.values()))  # greedy
         assert token in top and sum(map(math.exp, top.values())) <= 1 + 1e-6
     assert logprobs.text_offset[0] == 0 and logprobs.text_offset == sorted(logprobs.text_offset)

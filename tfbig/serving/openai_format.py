@@ -141,7 +141,11 @@ class Answer:
         return {**self._head(self.chunk), "choices": [choice], **usage}
 
     def _text_of(self, token: int) -> str:
-        return self._tokenizer.decode_bytes([token]).decode("utf-8", "replace")
+        data = self._tokenizer.decode_bytes([token])
+        try:
+            return data.decode()
+        except UnicodeDecodeError:  # part of a character; the API's own name for it
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class ChatAnswer(Answer):
