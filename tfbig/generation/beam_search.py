@@ -136,13 +136,7 @@ def beam_search(
         kept = kept[:num_beams]
         if not kept or ended.is_final(kept[0][2], length) or length == max_tokens:
             break
-        source = np.array([beam for beam, _, _ in kept], np.int32)
-        beams = [(*beams[beam], token) for beam, token, _ in kept]
-        totals = np.array([total for _, _, total in kept])
-        missing = num_beams - len(kept)  # a small vocabulary has fewer continuations
-        source = np.concatenate([source, np.zeros(missing, np.int32)]).astype(np.int32)
-        beams += [beams[0]] * missing
-        totals = np.concatenate([totals, np.full(missing, -np.inf)])
+        source, beams, totals = _going_on(kept, beams)
         tokens = np.array([[beam[-1]] for beam in beams], np.int32)  # (P, 1)
         ones = np.ones(num_beams, np.int32)
         logits, cache = trainer.decode_step(tokens, ones, source, nobody, cache)
@@ -151,6 +145,23 @@ def beam_search(
             if np.isfinite(total):
                 ended.add((*beams[beam], token), total, length)
     return ended.best
+
+
+def _going_on(
+    kept: list[tuple[int, int, float]], beams: list[tuple[int, ...]]
+) -> tuple[np.ndarray, list[tuple[int, ...]], np.ndarray]:
+    """Returns the beams that go on: (row that each comes from (P,), texts, log probabilities (P,)).
+
+    Args:
+      kept: (beam, token, log probability) of each; fewer than P where the vocabulary is small.
+      beams: texts so far.
+    """
+    missing = len(beams) - len(kept)
+    source = np.array([beam for beam, _, _ in kept] + [0] * missing, np.int32)
+    texts = [(*beams[beam], token) for beam, token, _ in kept]
+    texts += [texts[0]] * missing
+    totals = np.array([total for _, _, total in kept] + [-np.inf] * missing)
+    return source, texts, totals
 
 
 def _feed_prompt(

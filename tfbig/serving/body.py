@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from tfbig.serving.errors import RequestError
 
@@ -20,7 +20,7 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> Mapping
 
     Raises:
       RequestError: too large, too slow, or no JSON object.
-      ClientDisconnect: the client left.
+      starlette.requests.ClientDisconnect: the client left.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     # A page of another site may send text and forms to a server on this machine, but no JSON.
@@ -65,6 +65,3 @@ async def disconnected(request: Request) -> None:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             return
-
-
-__all__ = ["ClientDisconnect", "disconnected", "read_json"]
