@@ -14,7 +14,8 @@ from tfbig.profiler.system_table import SystemTable
 
 _POINTS = 1200  # of a line
 _CELLS = 400  # columns of a heatmap
-_MOST_RANKS = 64  # of a box plot
+_MOST_RANKS = _MOST_BOXES = 64  # of a box plot
+_USE = ("CPUUtilization", "GPUUtilization")
 
 
 def _line(figure: go.Figure, x: Any, y: np.ndarray, name: str, **where: Any) -> None:
@@ -27,10 +28,13 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
     if width <= 1 or len(values) < 3:
         return values
     known = np.isfinite(values)
-    kernel = np.ones(width)
-    sums = np.convolve(np.where(known, values, 0.0), kernel, "same")
-    counts = np.convolve(known.astype(float), kernel, "same")
-    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    index = np.arange(len(values))
+    start = np.maximum(index - width // 2, 0)
+    stop = np.minimum(start + width, len(values))
+    seen = counts[stop] - counts[start]
+    return np.where(seen > 0, (sums[stop] - sums[start]) / np.maximum(seen, 1), np.nan)
 
 
 def curves(run: RunData) -> go.Figure:
@@ -198,27 +202,38 @@ def merge_if_many(found: list[Series], most: int = 16) -> list[Series]:
 def core_heatmap(tables: Sequence[SystemTable]) -> go.Figure:
     """Returns the use of each core and GPU, in at most 400 means over time."""
     found = []
-    for one in series_of(tables):
-        if one.dimension in ("CPUUtilization", "GPUUtilization") and one.event != "total":
-            bins = np.array_split(np.arange(len(one.times)), max(1, min(_CELLS, len(one.times))))
-            times = np.array([one.times[chosen].mean() for chosen in bins if len(chosen)])
-            values = np.array([np.nanmean(one.values[chosen]) for chosen in bins if len(chosen)])
-            found.append(one._replace(times=times, values=np.round(values, 1)))
+    for table in tables:
+        count = len(table.times)
+        bins = np.array_split(np.arange(count), max(1, min(_CELLS, count)))
+        times = np.array([table.times[chosen].mean() for chosen in bins])
+        means = np.stack([table.values[chosen].mean(axis=0) for chosen in bins])  # (bins, columns)
+        for (_, dimension, name), values in zip(table.columns, means.T, strict=True):
+            if dimension in _USE:
+                found.append(Series(dimension, name, table.node_id, times, np.round(values, 1)))
     return heatmap_of(found)
 
 
 def use_boxes(tables: Sequence[SystemTable]) -> go.Figure:
-    """Returns a box a core and GPU of its use, by five quantiles."""
-    figure = go.Figure()
+    """Returns a box a core and GPU, of many a box a host, of its use by five quantiles."""
+    boxes: dict[str, np.ndarray] = {}
     for table in tables:
         for (_, dimension, name), values in zip(table.columns, table.values.T, strict=True):
-            known = values[~np.isnan(values)]
-            if dimension not in ("CPUUtilization", "GPUUtilization") or not len(known):
-                continue
+            if dimension in _USE:
+                boxes[f"{table.node_id} {name}"] = values
+    if len(boxes) > _MOST_BOXES:
+        boxes = {
+            f"{table.node_id}, all {kind}": table.of(kind, dimension).ravel()
+            for table in tables
+            for kind, dimension in (("cpu", _USE[0]), ("gpu", _USE[1]))
+        }
+    figure = go.Figure()
+    for name, values in boxes.items():
+        known = values[~np.isnan(values)]
+        if len(known):
             low, first, median, third, high = np.percentile(known, [5, 25, 50, 75, 95])
             box = {"lowerfence": [low], "q1": [first], "median": [median]}
             box |= {"q3": [third], "upperfence": [high]}
-            figure.add_trace(go.Box(name=f"{table.node_id} {name}", **box))
+            figure.add_trace(go.Box(name=name, **box))
     return figure.update_layout(
         height=400, showlegend=False, yaxis_title="% (whiskers: 5th and 95th)"
     )

@@ -11,6 +11,12 @@ def spread(values: np.ndarray) -> float:
     return float(_NORMAL * np.median(np.abs(values - np.median(values)))) if len(values) else 0.0
 
 
+def spread_of_rows(values: np.ndarray) -> np.ndarray:
+    """Returns the spread of each row of (n, k) values."""
+    middle = np.median(values, axis=1, keepdims=True)
+    return _NORMAL * np.median(np.abs(values - middle), axis=1)
+
+
 def outliers(values: np.ndarray, num_deviations: float) -> np.ndarray:
     """Returns the indices of values above median + num_deviations x spread.
 

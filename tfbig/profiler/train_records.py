@@ -102,7 +102,9 @@ def _number(value: Any, nonfinite: str | None = None) -> float:
 
 def _padded(rows: list[list[float]]) -> np.ndarray:
     width = max(map(len, rows), default=0)
+    if width and min(map(len, rows)) == width:
+        return np.array(rows, np.float32)  # None becomes NaN
     table = np.full([len(rows), width], np.nan, np.float32)
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows if width else []):
         table[index, : len(row)] = [np.nan if value is None else value for value in row]
     return table

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tfbig.profiler.robust import outliers, slope, spread
+from tfbig.profiler.robust import outliers, slope, spread, spread_of_rows
 from tfbig.profiler.rules.host_rules import mean_core_use
 from tfbig.profiler.rules.rule import Finding, Rule
 from tfbig.profiler.run_data import RunData
+
+_FIRST_SPIKE = 10  # steps before which nothing is expected of the loss
+_CHUNK = 8192
 
 
 @dataclass(frozen=True)
@@ -231,6 +234,30 @@ class MemoryLeak(Rule):
         return self.found(bool(found), total, len(found), evidence, change)
 
 
+def expectations(loss: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what each step's loss (n,) should be by those before it, and their noise (n,).
+
+    Early the loss falls quickly: the median of the last five is expected. Its noise is the spread
+    of the changes from step to step within the window.
+    """
+    count = len(loss)
+    expected, noise = np.full(count, np.inf), np.full(count, np.inf)
+    places = np.maximum.accumulate(np.where(np.isfinite(loss), np.arange(count), 0))
+    known = loss[places] if count else loss
+    for index in range(_FIRST_SPIKE, min(window, count)):
+        expected[index] = np.median(known[index - 5 : index])
+        noise[index] = spread(np.diff(known[:index]))
+    if count > window:
+        windows = np.lib.stride_tricks.sliding_window_view(known[:-1], window)
+        for start in range(0, len(windows), _CHUNK):
+            part = windows[start : start + _CHUNK]  # (steps, window), each before its step
+            target = slice(window + start, window + start + len(part))
+            expected[target] = np.median(part[:, -5:], axis=1)
+            changes = np.diff(part, axis=1)
+            noise[target] = spread_of_rows(changes)
+    return expected, np.maximum(noise, 1e-9)
+
+
 @dataclass(frozen=True)
 class LossSpike(Rule):
     """The loss jumps up within a step."""
@@ -241,20 +268,14 @@ class LossSpike(Rule):
 
     def look(self, run: RunData) -> Finding:
         loss, steps = run.train.of("loss"), run.train.of("step").astype(int)
-        window, spikes = int(self.window), []
-        for index in range(10, len(loss)):
-            before = loss[max(0, index - window) : index]
-            before = before[np.isfinite(before)]
-            if not len(before):
-                continue
-            # Early the loss falls quickly: what was seen last is what is expected.
-            expected = float(np.median(before[-5:]))
-            noise = max(spread(np.diff(before)), 1e-9)
-            jump = loss[index] - expected
-            if not np.isfinite(loss[index]) or (
-                jump > self.deviations * noise and jump > self.min_rise / 100 * abs(expected)
-            ):
-                spikes.append(index)
+        expected, noise = expectations(loss, int(self.window))
+        with np.errstate(invalid="ignore"):
+            jump = loss - expected
+            is_spike = (jump > self.deviations * noise) & (
+                jump > self.min_rise / 100 * np.abs(expected)
+            )
+        is_spike |= ~np.isfinite(loss)
+        spikes = [int(index) for index in np.flatnonzero(is_spike) if index >= _FIRST_SPIKE]
         evidence = "the loss has no jumps"
         if spikes:
             worst = max(spikes, key=lambda i: loss[i] if np.isfinite(loss[i]) else np.inf)
