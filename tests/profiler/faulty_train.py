@@ -40,7 +40,7 @@ def spoil(faults: Sequence[str]) -> Any:
 
         def late(*values: Any) -> Any:
             if trainer.rank == 1:
-                time.sleep(0.08)
+                time.sleep(0.6)
             return step(*values)
 
         if "slow_rank" in faults:

@@ -56,7 +56,7 @@ def test_a_pinned_core_is_named(tmp_path):
 
 @pytest.mark.distributed
 def test_a_slow_rank_is_named(tmp_path, small_flags):
-    flags = ["--strategy=horovod", "--steps=40", "--eval_every=0", "--profile_steps="]
+    flags = ["--strategy=horovod", "--steps=25", "--eval_every=0", "--profile_steps="]
     command = ["-m", "tests.profiler.faulty_train", *small_flags, *flags]
     done = horovodrun(
         2, [*command, f"--run_dir={tmp_path / 'run'}"], 300, {"TFBIG_FAULTS": "slow_rank"}
