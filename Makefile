@@ -77,7 +77,7 @@ $(INTEROP_STAMP): $(STAMP)
 	@touch $@
 
 test-interop: $(INTEROP_STAMP)
-	$(BIN)/python -m pytest tests/interop/test_transformers.py
+	$(BIN)/python -m pytest tests/interop/test_transformers.py tests/examples
 
 # Needs root, for the browser.
 test-system: $(STAMP)
