@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from tfbig.errors import UserError
@@ -145,6 +143,9 @@ def evaluate_tasks(
     Raises:
       UserError: there is no such task.
     """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
     manager = TaskManager(include_path=task_path or None)
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
