@@ -172,15 +172,20 @@ class ShardedOptimizer:
           decision: of `decide`, equal on all ranks.
           clock: notes the time in flight.
         """
+        assigned: list[list[tf.Operation]] = [[], []]
         for index in range(len(self.buckets)):
-            new = self._rule.updated(
-                index, self._weights(index), gradients[index], learning_rate, decision
-            )
+            # Two buckets at a time: all of them gathered at once would be the step's peak.
+            with tf.control_dependencies(assigned[-2]):
+                weights = tf.identity(self._weights(index))
+            new = self._rule.updated(index, weights, gradients[index], learning_rate, decision)
+            assigned.append([])
             if self._exact:
-                self._exact[index].assign(new)
+                assigned[-1].append(self._exact[index].assign(new, read_value=False))
             if self._variables:
                 for path, value in self._gathered(index, new, f"gather_{index}", clock).items():
-                    self._variables[path].assign(tf.cast(value, self._variables[path].dtype))
+                    variable = self._variables[path]
+                    value = tf.cast(value, variable.dtype)
+                    assigned[-1].append(variable.assign(value, read_value=False))
         self._rule.count(decision)
 
     def slices(self) -> Iterator[Slice]:
