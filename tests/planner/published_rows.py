@@ -1,4 +1,4 @@
-"""Rows of published runs: fitted, bound by the bars, reported, held out from all choices."""
+"""Rows of published runs: fitted, bound by the bars, reported, beyond the table."""
 
 from tests.planner.published_runs import (
     NEOX,
@@ -164,7 +164,7 @@ TOO_LARGE = [
     bloom("V30 t8 p1", 72, 64, 8, 1, 1, 2016, 1.0, 0),
     bloom("V30 t2 p6", 72, 64, 2, 6, 1, 2048, 1.0, 0),
 ]
-# Rows of the same sources beyond the project's table: held out from every choice.
+# Rows of the same sources beyond the project's table.
 MORE = [
     *(
         megatron(

@@ -58,7 +58,7 @@ def test_three_quarters_of_the_rows_are_within_15_percent():
 
 @pytest.mark.parametrize("run", MORE, ids=lambda run: run.name)
 def test_rows_beyond_the_table(run):
-    """Tried after all choices were made; H100s with a whole microbatch of 2 are the widest miss."""
+    """H100s with a whole microbatch of 2 are the widest miss."""
     assert abs(error(run)) < (0.25 if run.name == "MPT-13B 64 H100" else 0.15), f"{error(run):+.1%}"
 
 
