@@ -379,12 +379,13 @@ def _check_shards(folder: Path, contents: Mapping[str, Any]) -> None:
             path = folder / shard["file"]
             expected = shard["rows"] * contents["stride"]
             if not path.is_file():
-                raise UserError(f"{folder} lacks its shard {shard['file']}.")
+                raise UserError(f"{folder} lacks its shard {shard['file']}: prepare it anew.")
             found = path.stat().st_size
             if found != expected:
                 raise UserError(
                     f"{path} has {found} bytes instead of {expected} ({shard['rows']} rows x "
-                    f"{contents['stride']}): it is cut or changed."
+                    f"{contents['stride']}): it is cut or changed; restore it, "
+                    "or prepare anew."
                 )
 
 

@@ -57,7 +57,7 @@ def read(folder: Path) -> Manifest:
     if not folder.exists():
         raise UserError(f"there is no data folder {folder}: make it with `tfbig prepare`.")
     if not folder.is_dir():
-        raise UserError(f"{folder} is a file, not a data folder.")
+        raise UserError(f"{folder} is a file, not a data folder: name a folder.")
     if not exists(folder):
         raise UserError(
             f"{folder} is not a data folder, or not a complete one: it has no {MANIFEST}. "
@@ -67,9 +67,12 @@ def read(folder: Path) -> Manifest:
         data = (folder / MANIFEST).read_bytes()
         contents = json.loads(data)
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder / MANIFEST} cannot be read: {error}") from None
+        raise UserError(f"{folder / MANIFEST} cannot be read: {error}; prepare anew.") from None
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
-        raise UserError(f"{folder} is not a data folder: its {MANIFEST} is of something else.")
+        raise UserError(
+            f"{folder} is not a data folder: its {MANIFEST} is of something else; name one that "
+            "`tfbig prepare` made."
+        )
     version, order = contents.get("format_version"), contents.get("order_version")
     if (version, order) != (FORMAT_VERSION, ORDER_VERSION):
         raise UserError(

@@ -25,6 +25,7 @@ from data_pipeline.tokenizer import Tokenizer, check_vocab_size
 from tfbig.command import EXIT_USER_ERROR
 from tfbig.config import PrepareConfig
 from tfbig.errors import UserError
+from tfbig.number_rules import integer_problems, way_out
 
 _MAX_SEED = 2**31 - 1
 _NO_ROOM_OR_RIGHT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -132,23 +133,34 @@ def inputs_of(config: PrepareConfig, folder: Path) -> tuple[list[InputFile], dic
 
 def _check_options(config: PrepareConfig) -> None:
     check_local(config.data, "data")
+    for problem in integer_problems(config):
+        raise UserError(problem)
     if config.sequence_length < 1:
-        raise UserError(f"--sequence_length={config.sequence_length} must be at least 1.")
+        raise UserError(
+            f"--sequence_length={config.sequence_length} must be at least 1: give e.g. 256."
+        )
     fractions = config.validation_fraction, config.test_fraction
     if min(fractions) < 0 or not sum(fractions) < 1:
         raise UserError(
             f"--validation_fraction={fractions[0]} and --test_fraction={fractions[1]} must be at "
-            "least 0 and leave something to train on: their sum is below 1."
+            "least 0 and leave something to train on: give shares whose sum is below 1."
         )
     for name in ("shard_bytes", "chunk_bytes"):
         if getattr(config, name) < 1:
-            raise UserError(f"--{name}={getattr(config, name)} must be at least 1.")
+            raise UserError(
+                f"--{name}={getattr(config, name)} must be at least 1: {way_out(config, name)}"
+            )
     for name in ("workers", "min_characters", "max_characters", "order_block_bytes"):
         if getattr(config, name) < 0:
-            raise UserError(f"--{name}={getattr(config, name)} must not be negative.")
+            raise UserError(
+                f"--{name}={getattr(config, name)} must not be negative: {way_out(config, name)}"
+            )
     for name in ("max_bad_fraction", "near_duplicates"):
         if not 0 <= getattr(config, name) <= 1:
-            raise UserError(f"--{name}={getattr(config, name)} must lie between 0 and 1.")
+            raise UserError(
+                f"--{name}={getattr(config, name)} must lie between 0 and 1: "
+                f"{way_out(config, name)}"
+            )
     if config.near_duplicates:
         from data_pipeline.near_duplicates import rensa
 
@@ -160,7 +172,9 @@ def _check_options(config: PrepareConfig) -> None:
     if config.chat_field and config.prompt_field:
         raise UserError("--chat_field and --prompt_field are two forms of records: give one.")
     if not 0 <= config.seed <= _MAX_SEED:
-        raise UserError(f"--seed={config.seed} must lie between 0 and {_MAX_SEED}.")
+        raise UserError(
+            f"--seed={config.seed} must lie between 0 and {_MAX_SEED}: {way_out(config, 'seed')}"
+        )
 
 
 def _settings(config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:

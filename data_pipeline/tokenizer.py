@@ -38,7 +38,8 @@ def check_vocab_size(vocab_size: int) -> None:
     """Raises UserError when a vocabulary cannot hold all bytes."""
     if vocab_size < 257:
         raise UserError(
-            f"--vocab_size={vocab_size} is too small: 256 bytes and {END_OF_TEXT} are 257 entries."
+            f"--vocab_size={vocab_size} is too small: 256 bytes and {END_OF_TEXT} are 257 entries; "
+            "give at least that."
         )
 
 
@@ -87,13 +88,13 @@ def read_tokenizer_file(path: str | os.PathLike[str]) -> bytes:
     try:
         return Path(name).read_bytes()
     except OSError as error:
-        raise UserError(f"cannot read tokenizer {path}: {error.strerror}.") from None
+        raise UserError(f"cannot read tokenizer {path}: {error.strerror}; name a file.") from None
 
 
 def _from_vocabulary_and_merges(vocabulary: str, merges: str) -> bytes:
     for part in (vocabulary, merges):
         if not os.path.isfile(part):
-            raise UserError(f"cannot read tokenizer {part}: there is no such file.")
+            raise UserError(f"cannot read tokenizer {part}: there is no such file; name one.")
     try:
         tokenizer = tokenizers.Tokenizer(models.BPE.from_file(vocabulary, merges))
     except Exception as error:  # the library raises bare Exception

@@ -84,6 +84,8 @@ def test_every_variable_matches_exactly_one_rule():
 def test_published_batches_in_tokens():
     tokens = {"gpt3_125m": 1 << 19, "gpt3_1_3b": 1 << 20, "gpt3_6_7b": 1 << 21}
     tokens |= {"pythia_160m": 2_097_152, "neox_20b": 1536 * 2048}
+    tokens |= {"gpt3_175b": 1552 * 2048}  # at most the paper's 3.2M, in sixteenths
+    assert 0.99 < 1552 * 2048 / 3_200_000 < 1 and 1552 % 16 == 0
     for name, batch in tokens.items():
         config = presets.preset(name)
         assert config.run.global_batch * config.data.sequence_length == batch
@@ -215,8 +217,8 @@ FREE = (
     "tfbig.config tfbig.presets tfbig.variables tfbig.validation tfbig.schedule tfbig.flags"
     " tfbig.command tfbig.errors tfbig.metrics tfbig.checkpoint tfbig.checkpoint_reader"
     " tfbig.checkpoint_writer tfbig.run_folder tfbig.saved_run tfbig.generation.sampling"
-    " tfbig.generation.text_stream trainers trainers.cluster trainers.validate tfbig.train"
-    " tfbig.evaluate tfbig.generate tfbig.prepare"
+    " tfbig.generation.text_stream trainers trainers.cluster trainers.options trainers.slurm"
+    " trainers.validate tfbig.train tfbig.evaluate tfbig.generate tfbig.prepare tfbig.together"
 )
 
 

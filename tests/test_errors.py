@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.error_line import line_of
+from tests.error_line import WAY_OUT, line_of
 from tfbig import evaluate, generate, prepare, presets, train
 from tfbig.checkpoint import list_checkpoints
 from tfbig.config import (
@@ -38,12 +38,18 @@ from trainers.validate import check_data_parallel_only, check_mesh_fits, derive_
 TRAIN = {
     "flag": (["--stepz=3"], "unknown flag --stepz. Did you mean steps?"),
     "flag of another command": (["--top_p=1"], "unknown flag --top_p"),
-    "no number": (["--steps=three"], "--steps=three"),
-    "no whole number": (["--steps=2.5"], "--steps=2.5"),
-    "no truth value": (["--deterministic=maybe"], "--deterministic=maybe"),
+    "no number": (["--steps=three"], "--steps=three is no whole number: give e.g. --steps=400."),
+    "no whole number": (["--steps=2.5"], "--steps=2.5 is no whole number: give"),
+    "no truth value": (
+        ["--deterministic=maybe"],
+        "--deterministic=maybe is neither true nor false: give --deterministic or --nodetermin",
+    ),
     "word without dashes": (["steps=3"], "unexpected argument 'steps=3'"),
-    "flag file": (["--flagfile=nowhere.flags"], "nowhere.flags"),
+    "flag file": (["--flagfile=nowhere.flags"], "Unable to open flagfile: [Errno 2] No such file"),
+    "number": (["--dropout=half"], "--dropout=half is no number: give e.g. --dropout=0.0."),
+    "flag without a value": (["--steps"], "Missing value for flag"),
     "preset": (["--preset=gpt2_124"], "Did you mean gpt2_124m"),
+    "preset in capitals": (["--preset=GPT2_124M"], "Did you mean gpt2_124m"),
     "strategy": (["--strategy=horovd"], "Did you mean horovod?"),
     "optimizer": (["--optimizer=adam"], "--optimizer=adam is not one of adamw, sgd"),
     "schedule": (["--schedule=cosin"], "Did you mean cosine?"),
@@ -57,7 +63,7 @@ TRAIN = {
     "no layers": (["--num_layers=0"], "--num_layers=0 must be at least 1"),
     "no width": (["--embed_dim=-8"], "--embed_dim=-8 must be at least 1"),
     "no vocabulary": (["--vocab_size=0"], "--vocab_size=0 must be at least 1"),
-    "dropout": (["--dropout=1"], "--dropout=1.0 must be at least 0 and below 1"),
+    "dropout": (["--dropout=1"], "--dropout=1.0 must be at least 0 and below 1, in fl"),
     "attention dropout": (["--attention_dropout=-0.1"], "--attention_dropout=-0.1"),
     "norm epsilon": (["--norm_epsilon=0"], "--norm_epsilon=0.0 must be above 0"),
     "initial spread": (["--init_std=-1"], "--init_std=-1.0 must be at least 0"),
@@ -236,7 +242,7 @@ def test_initial_weights_of_another_model(tmp_path, good_run, small_flags, capsy
 EVALUATE = {
     "no run": ([], "--run is missing"),
     "run is nowhere": (["--run=nowhere"], "--run=nowhere is not a folder"),
-    "step": (["--run=RUN", "--checkpoint=7"], "has no checkpoint of step 7; it has 2"),
+    "step": (["--run=RUN", "--checkpoint=7"], "has no checkpoint of step 7: take one of 2"),
     "split": (["--run=RUN", "--split=tests"], "no samples in a split 'tests'"),
     "batch": (["--run=RUN", "--eval_batch=0"], "--eval_batch=0 does not divide"),
     "weights": (["--run=RUN", "--weights=ema"], "keeps no moving average"),
@@ -339,6 +345,7 @@ def test_validation_never_fails_otherwise_than_in_words(config):
     found = list(problems(config))
     for line in found:
         assert line.endswith(".") and "--" in line and len(line) < 300, line
+        assert WAY_OUT.search(line), f"no way out: {line}"
     if found:
         with pytest.raises(UserError):
             validate(config)

@@ -161,6 +161,8 @@ def free_disk_error(
     while not existing.exists():
         existing = existing.parent
     stat = os.statvfs(existing)
+    if stat.f_blocks == 0:  # /proc and the like: whoever writes there says what is wrong
+        return None
     free_bytes = stat.f_bavail * stat.f_frsize
     if free_bytes >= num_bytes + margin_bytes:
         return None

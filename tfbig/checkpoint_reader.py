@@ -134,6 +134,25 @@ class CheckpointReader:
             found = pool.map(check, sorted(self.manifest["files"].items()))
             return [problem for problem in found if problem]
 
+    def check_files(self) -> None:
+        """Checks that every file is there in its size, without reading it.
+
+        Raises:
+            UnreadableCheckpointError: when one is missing or cut.
+        """
+        for name, entry in sorted(self.manifest["files"].items()):
+            try:
+                num_bytes = os.stat(self.directory / name).st_size
+            except OSError as error:
+                raise UnreadableCheckpointError(
+                    f"{self.directory / name} cannot be read: {error.strerror}; {_WHAT_TO_DO}"
+                ) from error
+            if num_bytes != entry["bytes"]:
+                raise UnreadableCheckpointError(
+                    f"{self.directory / name} has {num_bytes} bytes, its manifest says "
+                    f"{entry['bytes']}; {_WHAT_TO_DO}"
+                )
+
     def verify(self) -> None:
         """Checks every file, see `problems`.
 
@@ -195,10 +214,17 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
             f"name a run's checkpoints/step_NNNNNNNN"
         ) from error
     except OSError as error:
-        raise UnreadableCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise UnreadableCheckpointError(
+            f"{path} cannot be read: {error.strerror}; {_WHAT_TO_DO}"
+        ) from error
     except orjson.JSONDecodeError as error:
         raise UnreadableCheckpointError(f"{path} is damaged: not JSON; {_WHAT_TO_DO}") from error
-    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if not isinstance(manifest, dict) or "variables" not in manifest:
+        raise UnreadableCheckpointError(
+            f"{path} is not a checkpoint's, but a data folder's or another program's; name a run's "
+            "checkpoints/step_NNNNNNNN"
+        )
+    version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise UnreadableCheckpointError(
             f"{path} has format_version {version}, this tfbig reads {FORMAT_VERSION}; "

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from tfbig.errors import RunError, UserError
+from tfbig.together import SharedError
 
 EXIT_FAULT = 1  # ours or the machine's, with a traceback
 EXIT_USER_ERROR = 2  # a user's mistake, one line
@@ -16,6 +17,7 @@ EXIT_SIGNAL = 143  # stopped by a signal after saving
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _OTHER_RANK_PATIENCE = 8.0  # seconds in which the launcher ends this rank for rank 0's error
 _OTHER_RANKS_NOTICE = 1.0  # seconds in which the others notice that this rank has failed
+_LAUNCHERS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # these end the other ranks
 _FAILED_RANK_PATIENCE = 15.0  # seconds in which the failed rank prints its error and ends
 
 
@@ -30,6 +32,18 @@ def launched_rank() -> int:
         return int(config["task"]["index"]) + has_chief
     except (ValueError, TypeError, KeyError):
         return 0
+
+
+def is_launched() -> bool:
+    """Returns whether a launcher, Slurm or TF_CONFIG says that there are several ranks."""
+    for name in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if os.environ.get(name, "1") not in ("", "1"):
+            return True
+    try:
+        cluster = json.loads(os.environ.get("TF_CONFIG") or "{}")["cluster"]
+        return sum(len(members) for members in cluster.values()) > 1
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False
 
 
 def quiet_tensorflow() -> None:
@@ -58,7 +72,7 @@ def run_command(
     try:
         code = body(arguments) or 0
     except UserError as error:
-        _say(name, str(error))
+        _say(name, str(error), error)
         code = EXIT_USER_ERROR
     except RunError as error:
         code = EXIT_FAULT
@@ -112,11 +126,23 @@ def _disk_problem(error: Exception) -> str | None:
     )
 
 
-def _say(name: str, text: str) -> None:
-    """Prints an error as one line, once: by rank 0, or by a rank that fails alone."""
+def _say(name: str, text: str, error: UserError | None = None) -> None:
+    """Prints an error as one line, once: by rank 0, or by a rank that fails alone.
+
+    Args:
+      name: of the command.
+      text: the line.
+      error: says whether the other ranks have met it too.
+    """
     rank = launched_rank()
-    where = ""
+    where = f"rank {rank}: " if rank > 0 else ""
     if rank > 0:
-        time.sleep(_OTHER_RANK_PATIENCE)  # rank 0 says the same, and the launcher ends this one
-        where = f"rank {rank}: "
+        ended = any(name in os.environ for name in _LAUNCHERS)
+        if ended:
+            time.sleep(_OTHER_RANK_PATIENCE)  # rank 0 says the same, and the launcher ends this one
+        if isinstance(error, SharedError):
+            if not error.is_agreed and not ended:
+                print(f"tfbig {name}: rank {rank} ends; rank 0, of the same flags, says why.")
+            if error.is_agreed or not ended:
+                return
     print(f"tfbig {name}: error: {where}{' '.join(text.split())}", file=sys.stderr, flush=True)

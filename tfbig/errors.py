@@ -31,5 +31,8 @@ def near_matches(word: str, known: list[str]) -> str:
     """
     import difflib
 
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    spelt = {name.lower(): name for name in reversed(known)}
+    close = [
+        spelt[name] for name in difflib.get_close_matches(word.lower(), spelt, n=3, cutoff=0.6)
+    ]
     return f" Did you mean {' or '.join(close)}?" if close else ""

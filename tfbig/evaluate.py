@@ -2,19 +2,20 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tfbig.batch_memory import check_batch_memory
-from tfbig.command import run_command
+from tfbig.command import is_launched, run_command
 from tfbig.command_config import EvaluateConfig
 from tfbig.config import section_values
 from tfbig.errors import UserError
 from tfbig.flags import Flags
 from tfbig.parallel_config import ParallelConfig
 from tfbig.saved_run import SavedRun
+from tfbig.together import Outcome, together
 
 COMMON_FLAGS = "run checkpoint split data stride tasks strategy precision".split()
 
@@ -40,23 +41,28 @@ def run(config: EvaluateConfig, parallel: dict[str, Any]) -> dict[str, Any]:
 
     layout = saved.with_parallel(parallel)
     path = config.data or saved.config.data.data
-    data = TokenData.open(path, vocab_size=saved.config.model.vocab_size)
-    if data.tokenizer_sha256 != saved.reader.manifest["tokenizer_sha256"]:
-        raise UserError(f"{path} was made with another tokenizer than {config.run}.")
-    if config.split not in data.splits or data.num_rows(config.split) == 0:
-        raise UserError(f"{path} has no samples in a split {config.split!r}.")
-    if (config.window or data.sequence_length) > saved.config.model.max_length:
-        raise UserError(
-            f"--window={config.window} is longer than the model's {saved.config.model.max_length} "
-            "positions."
-        )
-    if config.window and not config.stride:
-        raise UserError("--window needs --stride: rows as they are stored have their own length.")
+
+    def open_data() -> TokenData:
+        data = TokenData.open(path, vocab_size=saved.config.model.vocab_size)
+        if data.tokenizer_sha256 != saved.reader.manifest["tokenizer_sha256"]:
+            raise UserError(
+                f"{path} was made with another tokenizer than {config.run}: name that run's data."
+            )
+        if config.split not in data.splits or data.num_rows(config.split) == 0:
+            raise UserError(
+                f"{path} has no samples in a split {config.split!r}: it has "
+                f"{', '.join(data.splits)}."
+            )
+        _check_window(config, data.sequence_length, saved.config.model.max_length)
+        return data
+
+    opened = Outcome(open_data)
+    if not is_launched():
+        opened.alone()
     trainer = trainers.trainer_class(layout.parallel.strategy)(layout)
     try:
-        _check_batch(config, trainer)
-        length = data.sequence_length
-        check_batch_memory("eval_batch", config.eval_batch, trainer.data_size, length)
+        data = opened.of_all(trainer)
+        together(trainer, lambda: _check_batch(config, trainer, data.sequence_length))
         trainer.build(False, len(data.sources), data.vocab_size)
         trainer.load_state(saved.weights(config.weights), weights_only=True)
         measures = _measure(config, data, trainer)
@@ -70,20 +76,16 @@ def run(config: EvaluateConfig, parallel: dict[str, Any]) -> dict[str, Any]:
 
 def _run_tasks(config: EvaluateConfig, saved: SavedRun, parallel: dict[str, Any]) -> dict[str, Any]:
     """Returns the results of the harness' tasks by name, and prints them on rank 0."""
-    try:
-        from tfbig.interop.lm_evaluation import evaluate_tasks
-    except ImportError as error:
-        raise UserError(
-            f"--tasks needs the package lm-eval ({error}): pip install 'tfbig[evaluation]'."
-        ) from None
     import trainers
-    from data_pipeline.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(saved.folder.tokenizer_path)
+    opened = Outcome(lambda: _open_tasks(saved))
+    if not is_launched():
+        opened.alone()
     layout = saved.with_parallel(parallel)
     trainer = trainers.trainer_class(layout.parallel.strategy)(layout)
     try:
-        _check_batch(config, trainer)
+        evaluate_tasks, tokenizer = opened.of_all(trainer)
+        together(trainer, lambda: _check_batch(config, trainer))
         trainer.build(False, 1, tokenizer.vocab_size)
         trainer.load_state(saved.weights(config.weights), weights_only=True)
         max_length = saved.config.model.max_length
@@ -100,12 +102,51 @@ def _run_tasks(config: EvaluateConfig, saved: SavedRun, parallel: dict[str, Any]
         trainer.close()
 
 
-def _check_batch(config: EvaluateConfig, trainer: Any) -> None:
+def _open_tasks(saved: SavedRun) -> tuple[Callable[..., dict[str, Any]], Any]:
+    """Returns what evaluates the harness' tasks, and the run's tokenizer."""
+    try:
+        from tfbig.interop.lm_evaluation import evaluate_tasks
+    except ImportError as error:
+        raise UserError(
+            f"--tasks needs the package lm-eval ({error}): pip install 'tfbig[evaluation]'."
+        ) from None
+    from data_pipeline.tokenizer import Tokenizer
+
+    return evaluate_tasks, Tokenizer.load(saved.folder.tokenizer_path)
+
+
+def _check_window(config: EvaluateConfig, sequence_length: int, max_length: int) -> None:
+    window = config.window or sequence_length
+    if window > max_length:
+        raise UserError(
+            f"--window={window} is longer than the model's {max_length} positions: give at most "
+            "these, with --stride."
+        )
+    if config.window and not config.stride:
+        raise UserError(
+            "--window needs --stride, as rows as they are stored have their own length: give both "
+            "or neither."
+        )
+
+
+def _check_batch(config: EvaluateConfig, trainer: Any, sequence_length: int = 0) -> None:
+    """Checks that --eval_batch can be shared among the replicas, and held.
+
+    Args:
+      config: its `eval_batch`.
+      trainer: of this process.
+      sequence_length: of a row; 0 where rows have no fixed one, and memory isn't looked at.
+
+    Raises:
+      UserError: with the arithmetic.
+    """
     if config.eval_batch < 1 or config.eval_batch % trainer.num_replicas:
         raise UserError(
             f"--eval_batch={config.eval_batch} does not divide among {trainer.num_replicas} "
             "replicas: take a multiple of them."
         )
+    if sequence_length:
+        check_batch_memory("eval_batch", config.eval_batch, trainer.data_size, sequence_length)
 
 
 def _measure(config: EvaluateConfig, data: Any, trainer: Any) -> dict[str, Any]:

@@ -28,14 +28,19 @@ def run(config: ExportConfig) -> Path:
       UserError: no such run or checkpoint, the format cannot hold the model, or the output exists.
     """
     if config.max_shard_megabytes < 1:
-        raise UserError(f"--max_shard_megabytes={config.max_shard_megabytes} must be at least 1.")
+        raise UserError(
+            f"--max_shard_megabytes={config.max_shard_megabytes} must be at least 1: leave it out "
+            "for the default, 5000."
+        )
     output = Path(config.output or _default_output(config))
     if config.push:
         from tfbig.interop.hub_upload import check_repository
 
         check_repository(config.push)
         if config.format != "hf":
-            raise UserError(f"--push uploads --format=hf, not --format={config.format}.")
+            raise UserError(
+                f"--push uploads --format=hf, not --format={config.format}: leave one of them out."
+            )
         if output.is_dir():
             return _push(config, output)
     saved = SavedRun.open(config.run, config.checkpoint)

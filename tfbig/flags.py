@@ -16,6 +16,7 @@ from absl import flags as absl_flags
 
 from tfbig.errors import UserError, near_matches
 from tfbig.number_rules import integer_problem
+from tfbig.together import on_every_rank
 
 
 @functools.cache
@@ -43,6 +44,9 @@ def _choices(section: type, name: str) -> tuple[str, ...]:
 
 # Marks a field whose text is no name of a file: a ~ in it stays.
 FreeText = typing.Annotated[str, "free text"]
+_ILLEGAL = re.compile(  # absl's `flag --NAME=VALUE: REASON`, VALUE being any text
+    r"flag --(\w+)=(.*?): (?:invalid literal|could not convert|\('Non-boolean)", re.DOTALL
+)
 _HOME = re.compile(r"(?:^|(?<=[,:]))~[^/,:]*")
 
 
@@ -104,6 +108,7 @@ class Flags:
         for name, text in (("help", "Shows the common flags."), ("helpfull", "Shows all flags.")):
             absl_flags.DEFINE_boolean(name, False, text, flag_values=self._values)
 
+    @on_every_rank(is_agreed=False)
     def parse(self, arguments: Sequence[str], positional: bool = False) -> dict[str, typing.Any]:
         """Returns the values that were given, by field name.
 
@@ -125,8 +130,11 @@ class Flags:
             raise UserError(
                 f"unknown flag --{name}.{near_matches(name, known)} `--helpfull` lists all flags."
             ) from None
+        except absl_flags.IllegalFlagValueError as error:
+            raise UserError(self._illegal_value(str(error))) from None
         except absl_flags.Error as error:
-            raise UserError(" ".join(str(error).split())) from None
+            text = " ".join(str(error).removeprefix("ERROR:: ").split())
+            raise UserError(f"{text.rstrip('.')}; `--helpfull` lists all flags.") from None
         if self._values["help"].value or self._values["helpfull"].value:
             print(self.help_text(full=bool(self._values["helpfull"].value)))
             raise SystemExit(0)
@@ -149,6 +157,25 @@ class Flags:
         if positional:
             given["arguments"] = tuple(rest)
         return given
+
+    def _illegal_value(self, text: str) -> str:
+        """Returns a line of ours for absl's."""
+        match = _ILLEGAL.match(text)
+        if match is None or match[1] not in self._values:
+            return " ".join(text.split())
+        name, value = match[1], " ".join(match[2].split())
+        default = next(
+            item.default
+            for section in self._sections
+            for item in dataclasses.fields(section)
+            if item.name == name
+        )
+        wanted = {
+            "bool": f"neither true nor false: give --{name} or --no{name}",
+            "int": f"no whole number: give e.g. --{name}={default}",
+            "float": f"no number: give e.g. --{name}={default}",
+        }
+        return f"--{name}={value} is {wanted[self._values[name].flag_type()]}."
 
     def help_text(self, full: bool) -> str:
         """Returns the text of --help, or of --helpfull."""

@@ -31,7 +31,7 @@ def run(
       UserError: there is no such run or checkpoint, or an option is out of range.
     """
     if config.max_tokens < 1:
-        raise UserError(f"--max_tokens={config.max_tokens} must be at least 1.")
+        raise UserError(f"--max_tokens={config.max_tokens} must be at least 1: give e.g. 200.")
     from tfbig.generation.beam_search import BeamOptions
     from tfbig.generation.text_stream import TextStream
 

@@ -26,13 +26,19 @@ def as_float32(value: float) -> float:
         return math.copysign(math.inf, value)
 
 
+def way_out(section: object, name: str) -> str:
+    """Returns what ends a line on a field's value: the default."""
+    default = getattr(type(section)(), name)
+    return f"leave it out for the default, {default}."
+
+
 def integer_problem(name: str, value: object) -> str | None:
     """Returns a line for a whole number beyond 64 bits, None for any other value."""
     if not isinstance(value, int) or -(2**63) <= value < 2**63:
         return None
     return (
         f"--{name}={_short(value)} is beyond 64 bits: a whole number lies between -2^63 and "
-        "2^63 - 1 = 9,223,372,036,854,775,807."
+        "2^63 - 1 = 9,223,372,036,854,775,807; give one of these."
     )
 
 
@@ -43,8 +49,8 @@ def float32_problem(name: str, value: object) -> str | None:
     rounded = as_float32(value)
     if math.isinf(rounded):
         return (
-            f"--{name}={value} is infinite in float32, in which it is used: the largest number "
-            f"there is {LARGEST_FLOAT32:.2g}."
+            f"--{name}={value} is infinite in float32, in which it is used: give at "
+            f"most {LARGEST_FLOAT32:.2g}."
         )
     if rounded == 0:
         return (

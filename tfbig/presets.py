@@ -95,7 +95,11 @@ def _gpt3(
     batch_tokens: int,
     learning_rate: float,
 ) -> Config:
-    """GPT-3 (arXiv 2005.14165): 300 billion tokens, cosine to 10% over 260 billion."""
+    """GPT-3 (arXiv 2005.14165): 300 billion tokens, cosine to 10% over 260 billion.
+
+    The paper's 3.2M tokens of 175B are 1562.5 samples; its preset takes 1552 (3,178,496 tokens),
+    the largest multiple of 16 below, so that replicas and microbatches divide them.
+    """
     global_batch = batch_tokens // 2048
     return Config(
         model=ModelConfig(

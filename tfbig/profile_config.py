@@ -67,8 +67,16 @@ def profile_problems(profile: ProfileConfig) -> Iterator[str]:
     if tracker != "none" and importlib.util.find_spec(tracker) is None:
         yield f"--tracker={tracker} needs its package: pip install 'tfbig[{tracker}]'."
     if profile.tensor_stats_every < 0:
-        yield f"--tensor_stats_every={profile.tensor_stats_every} must be at least 0."
+        yield (
+            f"--tensor_stats_every={profile.tensor_stats_every} must be at least 0: give 0 "
+            "for none."
+        )
     if not 0 <= profile.rule_seconds < float("inf"):
-        yield f"--rule_seconds={profile.rule_seconds} must be at least 0 and finite."
+        yield (
+            f"--rule_seconds={profile.rule_seconds} must be at least 0 and finite: give 0 for none."
+        )
     if profile.rule_webhook and not profile.rule_webhook.startswith(("http://", "https://")):
-        yield f"--rule_webhook={profile.rule_webhook} must begin with http:// or https://."
+        yield (
+            f"--rule_webhook={profile.rule_webhook} must begin with http:// or https://:"
+            " give a whole URL."
+        )

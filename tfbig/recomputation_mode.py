@@ -11,11 +11,11 @@ def problem(mode: str) -> str | None:
     """Says why a mode is none, or returns None.
 
     >>> problem("group_0")
-    '--activation_checkpointing=group_0 is not none, block, group_N (N blocks, e.g. group_2) ...'
+    '--activation_checkpointing=group_0 is no mode: give none, block, ...'
     """
     if mode in ("none", "block", "attention") or re.fullmatch(r"group_[1-9]\d{0,5}", mode):
         return None
-    return f"--activation_checkpointing={mode} is not {WORDS}."
+    return f"--activation_checkpointing={mode} is no mode: give {WORDS}."
 
 
 def group_size(mode: str) -> int:

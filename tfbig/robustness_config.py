@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from tfbig.number_rules import way_out
+
 
 @dataclass(frozen=True, kw_only=True)
 class RobustnessConfig:
@@ -38,4 +40,4 @@ def robustness_problems(config: RobustnessConfig) -> Iterator[str]:
     for name, minimum in [*((name, 0) for name in at_least_0), ("spike_window", 2)]:
         value = getattr(config, name)
         if not minimum <= value < math.inf:
-            yield f"--{name}={value} must be at least {minimum} and finite."
+            yield f"--{name}={value} must be at least {minimum} and finite: {way_out(config, name)}"

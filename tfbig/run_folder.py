@@ -176,10 +176,13 @@ class RunFolder:
             return orjson.loads(self.config_path.read_bytes())
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
-                f"{self.path} is not the folder of a run: it has no config.json"
+                f"{self.path} is not the folder of a run: it has no config.json; name "
+                "one that `tfbig train` made"
             ) from error
         except (OSError, orjson.JSONDecodeError) as error:
-            raise UserError(f"{self.config_path} cannot be read: {error}") from error
+            raise UserError(
+                f"{self.config_path} cannot be read: {error}; restore it, or name another run"
+            ) from error
 
     def open_metrics(self) -> RecordWriter:
         """Opens metrics.jsonl for appending; for one process at a time."""

@@ -27,6 +27,7 @@ from tfbig.host_memory import HostCopy
 from tfbig.loop import Progress
 from tfbig.run_folder import RunFolder
 from tfbig.saving import Saved, Saving
+from tfbig.together import raise_together, together
 from tfbig.variables import num_trained_parameters
 
 # A resume may change how a run is executed, how long it is and what is logged; the rest is the
@@ -135,25 +136,30 @@ class StateKeeper:
         Rank 0 looks and clears what interrupted saves left; the others take its answer.
 
         Raises:
-          UserError: there are checkpoints but none is intact, or the newest belongs to a run with
-            another identity.
+          UserError: on every rank: there are checkpoints but none is intact, or the newest belongs
+            to a run with another identity.
         """
-        step, notes = -1, []
-        if self._trainer.rank == 0:
-            remove_leftovers(self._folder.checkpoints_dir)
-            info, rejected = newest_that_verifies(self._folder.checkpoints_dir)
-            notes = [f"step {bad.step} is damaged: {why}" for bad, why in rejected]
-            if info is None and rejected:
-                raise UserError(
-                    f"no checkpoint is intact: {notes[0]}. Use --restart to start anew."
-                )
-            step = -1 if info is None else info.step
+        step, notes = together(self._trainer, self._newest)
         step = int(self._trainer.broadcast(np.array([step], np.int64))[0])
         if step < 0:
             return None, notes
+        return together(self._trainer, lambda: self._checked_reader(step)), notes
+
+    def _newest(self) -> tuple[int, list[str]]:
+        """Returns, on rank 0, the step of the newest intact checkpoint and what newer ones lack."""
+        if self._trainer.rank != 0:
+            return -1, []
+        remove_leftovers(self._folder.checkpoints_dir)
+        info, rejected = newest_that_verifies(self._folder.checkpoints_dir)
+        notes = [f"step {bad.step} is damaged: {why}" for bad, why in rejected]
+        if info is None and rejected:
+            raise UserError(f"no checkpoint is intact: {notes[0]}. Use --restart to start anew.")
+        return -1 if info is None else info.step, notes
+
+    def _checked_reader(self, step: int) -> CheckpointReader:
         reader = self._reader_of(step)
         self._check_identity(reader)
-        return reader, notes
+        return reader
 
     def find_before(self, step: int) -> CheckpointReader | None:
         """Returns the newest intact checkpoint from before a step is made; changes nothing.
@@ -162,20 +168,22 @@ class StateKeeper:
           step: counted from 1.
 
         Raises:
-          UserError: the checkpoint belongs to a run with another identity.
+          UserError: on every rank: the checkpoint belongs to a run with another identity.
         """
-        newest = -1
-        if self._trainer.rank == 0:
-            for info in reversed(list_checkpoints(self._folder.checkpoints_dir)):
-                if info.step < step and not CheckpointReader(info.path).problems():
-                    newest = info.step
-                    break
+        newest = together(self._trainer, lambda: self._newest_before(step))
         newest = int(self._trainer.broadcast(np.array([newest], np.int64))[0])
         if newest < 0:
             return None
-        reader = self._reader_of(newest)
-        self._check_identity(reader)
-        return reader
+        return together(self._trainer, lambda: self._checked_reader(newest))
+
+    def _newest_before(self, step: int) -> int:
+        """Returns, on rank 0, the newest intact checkpoint's step below another; else -1."""
+        if self._trainer.rank != 0:
+            return -1
+        for info in reversed(list_checkpoints(self._folder.checkpoints_dir)):
+            if info.step < step and not CheckpointReader(info.path).problems():
+                return info.step
+        return -1
 
     def load_newest(self) -> Progress | None:
         """Goes back to the newest intact checkpoint; None where there is none."""
@@ -187,7 +195,7 @@ class StateKeeper:
             if info.step == step:
                 return CheckpointReader(info.path)
         raise UserError(
-            f"rank {self._trainer.rank} does not see step {step} in "
+            f"step {step} is not to be seen in "
             f"{self._folder.checkpoints_dir}: --run_dir must be on a file system that all hosts "
             "share."
         )
@@ -215,14 +223,13 @@ class StateKeeper:
         complete at once. An earlier save that is still under way is waited for.
 
         Raises:
-          UserError: there is no room for it.
+          UserError: on every rank, when one has no room for it.
           CheckpointError: the earlier save has failed.
         """
         start = time.perf_counter()
         slices = list(self._trainer.state_slices())
         error = free_disk_error(self._folder.checkpoints_dir, num_bytes_to_write(slices))
-        if error:
-            raise UserError(error)
+        raise_together(self._trainer, error)
         if self._saving is not None:  # it uses the same room in host memory
             self._finished.append(self._saving.result())
             self._saving = None

@@ -75,16 +75,20 @@ class SavedRun:
         if not run:
             raise UserError("--run is missing: name a run folder, e.g. --run=runs/gpt_tiny.")
         if not Path(run).is_dir():
-            raise UserError(f"--run={run} is not a folder.")
+            raise UserError(
+                f"--run={run} is not a folder: name a run folder, e.g. --run=runs/gpt_tiny."
+            )
         folder = RunFolder(run)
         config = from_dict(folder.read_config()["config"])
         found = {info.step: info for info in list_checkpoints(folder.checkpoints_dir)}
         if not found:
-            raise UserError(f"{run} has no complete checkpoint yet.")
+            raise UserError(
+                f"{run} has no complete checkpoint yet: train it further, or name another run."
+            )
         step = max(found) if step == -1 else step
         if step not in found:
             steps = ", ".join(str(number) for number in sorted(found))
-            raise UserError(f"{run} has no checkpoint of step {step}; it has {steps}.")
+            raise UserError(f"{run} has no checkpoint of step {step}: take one of {steps}.")
         return cls(folder, config, CheckpointReader(found[step].path))
 
     @property
@@ -105,8 +109,8 @@ class SavedRun:
             return self.reader
         if not any(path.startswith(AVERAGE) for path in self.reader.paths()):
             raise UserError(
-                f"--weights=ema: {self.folder.path} keeps no moving average of its weights; runs "
-                "with --ema_decay do."
+                f"--weights=ema: {self.folder.path} keeps no moving average of its weights, as "
+                "runs with --ema_decay do; leave it out."
             )
         return AverageReader(self.reader)
 

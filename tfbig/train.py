@@ -11,7 +11,7 @@ from typing import Any
 
 from tfbig import presets, schedule
 from tfbig.batch_memory import check_batch_memory
-from tfbig.command import EXIT_SIGNAL, run_command
+from tfbig.command import EXIT_SIGNAL, is_launched, run_command
 from tfbig.command_config import ListConfig
 from tfbig.config import (
     Config,
@@ -32,6 +32,7 @@ from tfbig.profile_config import ProfileConfig
 from tfbig.robustness_config import RobustnessConfig
 from tfbig.run_folder import RunFolder
 from tfbig.run_folder_check import check_run_folder
+from tfbig.together import Outcome, on_every_rank, together
 from tfbig.validation import validate
 from tfbig.variables import is_adapter, num_trained_parameters
 
@@ -52,20 +53,35 @@ def run(config: Config, command: Sequence[str] = ()) -> int:
       0 when all steps are made, 143 when a signal stopped the run after a save.
     """
     validate(config)
-    check_run_folder(config)
     if config.profile.stop_on_rule:
         from tfbig.profiler.rules.catalogue import check_names
 
-        check_names(config.profile.stop_on_rule)
-    folder, initial = RunFolder(config.run.run_dir), open_initial(config)
+        with on_every_rank(is_agreed=False):
+            check_names(config.profile.stop_on_rule)
+    seen_here = Outcome(lambda: look_around(config))
+    if not is_launched():
+        seen_here.alone()
     import trainers  # TensorFlow starts here, after the mistakes that need none of it
 
+    make_trainer = trainers.trainer_class(config.parallel.strategy)
     if config.run.verify:
+        seen_here.alone()
         print_verified(config)
-    trainer = trainers.trainer_class(config.parallel.strategy)(config)
+    trainer = make_trainer(config)
     with contextlib.ExitStack() as held:
         held.callback(trainer.close)
+        folder, initial = seen_here.of_all(trainer)
         return _train(config, trainer, folder, initial, command, held)
+
+
+def look_around(config: Config) -> tuple[RunFolder, Any]:
+    """Returns the run's folder, not made yet, and the reader of the weights to start from.
+
+    Raises:
+      UserError: this host's files are not as the run needs them.
+    """
+    check_run_folder(config)
+    return RunFolder(config.run.run_dir), open_initial(config)
 
 
 def _train(
@@ -94,21 +110,24 @@ def _train(
     from trainers.validate import derive_microbatch_size
 
     # Whether it will fit.
-    memory = check_memory(config, trainer, gpu_memory_bytes())
+    rows, length = config.run.global_batch, config.data.sequence_length
+    together(trainer, lambda: check_batch_memory("global_batch", rows, trainer.data_size, length))
+    with on_every_rank():
+        memory = check_memory(config, trainer, gpu_memory_bytes())
 
     # Data.
-    for global_batch in {config.run.global_batch, schedule.global_batch(config.run, 0)}:
-        derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
-    length = config.data.sequence_length
-    check_batch_memory("global_batch", config.run.global_batch, trainer.data_size, length)
+    with on_every_rank():
+        for global_batch in {config.run.global_batch, schedule.global_batch(config.run, 0)}:
+            derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
     data = open_data(config, trainer)
-    check_tokenizer(config.run.init_from, data)
+    together(trainer, lambda: check_tokenizer(config.run.init_from, data))
     if config.robustness.replay_step:
         return _replay(config, trainer, folder, initial, data)
 
     # Run folder and the checkpoint to go on from.
-    held.enter_context(make_run_folder(config, folder, trainer))
-    check_shared(folder, trainer)
+    with on_every_rank():
+        held.enter_context(make_run_folder(config, folder, trainer))
+        check_shared(folder, trainer)
     pulse = held.enter_context(
         Watchdog(folder, trainer.rank, trainer.size, config.robustness.hang_timeout)
     ).pulse
@@ -260,35 +279,39 @@ def open_data(config: Config, trainer: Any) -> Any:
     Raises:
       UserError: on every rank, when it cannot be prepared or does not fit the model.
     """
+    together(trainer, lambda: _prepare_first(config) if trainer.rank == 0 else None)
+    return together(trainer, lambda: _open_prepared(config))
+
+
+def _prepare_first(config: Config) -> None:
+    """Prepares the source that --source names, unless another folder was named or it is there."""
     from data_pipeline import manifest
-    from data_pipeline.dataset import TokenData
     from data_pipeline.preparation import prepare
 
     path = config.data.data
-    error: UserError | None = None
-    if trainer.rank == 0 and path == default_data_folder(config) and not manifest.exists(path):
-        try:
-            prepare(
-                PrepareConfig(
-                    data=path,
-                    source=config.data.source,
-                    sequence_length=config.data.sequence_length,
-                    vocab_size=config.model.vocab_size,
-                    tokenizer=tokenizer_folder(config.run.init_from),
-                )
+    if path == default_data_folder(config) and not manifest.exists(path):
+        prepare(
+            PrepareConfig(
+                data=path,
+                source=config.data.source,
+                sequence_length=config.data.sequence_length,
+                vocab_size=config.model.vocab_size,
+                tokenizer=tokenizer_folder(config.run.init_from),
             )
-        except UserError as failure:
-            error = failure
-    if trainer.agree(int(error is not None), "max"):
-        raise error or UserError(f"rank 0 could not prepare {path}")
+        )
+
+
+def _open_prepared(config: Config) -> Any:
+    from data_pipeline.dataset import TokenData
+
+    path, length = config.data.data, config.data.sequence_length
     data = TokenData.open(
         path, vocab_size=config.model.vocab_size, data_workers=config.data.data_workers
     )
-    if data.sequence_length != config.data.sequence_length:
+    if data.sequence_length != length:
         raise UserError(
             f"{path} holds samples of {data.sequence_length} tokens, not --sequence_length="
-            f"{config.data.sequence_length}: pass --sequence_length={data.sequence_length} or "
-            "prepare another folder."
+            f"{length}: pass --sequence_length={data.sequence_length} or prepare another folder."
         )
     return data
 
@@ -356,6 +379,7 @@ def introduce(
         print(note, flush=True)
 
 
+@on_every_rank(is_agreed=False)
 def config_from(values: dict[str, Any]) -> Config:
     """Returns the configuration of the given flag values over their preset.
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from tfbig.config import Config, ModelConfig, OptimizerConfig, RunConfig
 from tfbig.errors import UserError, near_matches
-from tfbig.number_rules import as_float32, float32_problems, integer_problems
+from tfbig.number_rules import as_float32, float32_problems, integer_problems, way_out
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import profile_problems
 from tfbig.recomputation_mode import group_size
 from tfbig.recomputation_mode import problem as recomputation_problem
 from tfbig.robustness_config import robustness_problems
+from tfbig.together import on_every_rank
 from tfbig.variables import is_trained, variable_specs
 
 _MAX_SEED = 2**31 - 1
@@ -19,6 +20,7 @@ _MOST_OF_A_PROCESS = 4096  # threads, devices, readers: more is a slip of the ke
 _MAX_LAYERS_LISTED = 10_000  # beyond, the table of variables is not made for a check
 
 
+@on_every_rank(is_agreed=False)
 def validate(config: Config) -> None:
     """Checks everything that needs neither the data nor other processes.
 
@@ -45,7 +47,10 @@ def problems(config: Config) -> Iterator[str]:
     yield from _within(config.data, 1, _MOST_OF_A_PROCESS, "data_workers")
     length, positions = config.data.sequence_length, config.model.max_length
     if length < 1:
-        yield f"--sequence_length={length}: a sample feeds at least 1 token."
+        yield (
+            f"--sequence_length={length}: a sample feeds at least 1 token; "
+            f"{way_out(config.data, 'sequence_length')}"
+        )
     elif length > positions:
         yield (
             f"--sequence_length={length} is longer than the model's {positions} positions: "
@@ -58,7 +63,7 @@ def _at_least(section: object, minimum: float, *names: str) -> Iterator[str]:
         value = getattr(section, name)
         if not minimum <= value < math.inf:
             finite = " and finite" if value == math.inf else ""
-            yield f"--{name}={value} must be at least {minimum:g}{finite}."
+            yield f"--{name}={value} must be at least {minimum:g}{finite}: {way_out(section, name)}"
 
 
 def _between(section: object, low: float, high: float, *names: str) -> Iterator[str]:
@@ -66,14 +71,20 @@ def _between(section: object, low: float, high: float, *names: str) -> Iterator[
     for name in names:
         value = getattr(section, name)
         if not low <= as_float32(value) < high:
-            yield f"--{name}={value} must be at least {low:g} and below {high:g}, in float32 too."
+            yield (
+                f"--{name}={value} must be at least {low:g} and below {high:g}, in float32 too: "
+                f"{way_out(section, name)}"
+            )
 
 
 def _within(section: object, low: int, high: int, *names: str) -> Iterator[str]:
     for name in names:
         value = getattr(section, name)
         if not low <= value <= high:
-            yield f"--{name}={value} must be at least {low} and at most {high}."
+            yield (
+                f"--{name}={value} must be at least {low} and at most {high}: "
+                f"{way_out(section, name)}"
+            )
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:
@@ -83,7 +94,10 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     yield from _at_least(model, 0, "head_dim", "feed_forward_dim", "init_std", "residual_init_std")
     yield from _between(model, 0, 1, "dropout", "attention_dropout", "embedding_dropout")
     if not 0 < model.norm_epsilon < math.inf:
-        yield f"--norm_epsilon={model.norm_epsilon} must be above 0 and finite."
+        yield (
+            f"--norm_epsilon={model.norm_epsilon} must be above 0 and finite: "
+            f"{way_out(model, 'norm_epsilon')}"
+        )
     heads, width = model.num_heads, model.embed_dim
     if model.head_dim == 0 and heads >= 1 and width % heads != 0:
         yield (
@@ -93,7 +107,10 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         )
     yield from _position_problems(model)
     if model.parallel_residual and model.norm_order == "post":
-        yield "--parallel_residual needs --norm_order=pre: its sublayers share one residual sum."
+        yield (
+            "--parallel_residual needs --norm_order=pre, as its sublayers share one residual sum: "
+            "pass that, or leave it out."
+        )
     if model.tied_head and model.head_bias:
         yield "--head_bias needs an untied head: add --notied_head."
 
@@ -101,10 +118,13 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
 def _adapter_problems(config: Config) -> Iterator[str]:
     model, freeze = config.model, config.optimizer.freeze
     if model.lora_rank < 0:
-        yield f"--lora_rank={model.lora_rank} must be at least 0."
+        yield f"--lora_rank={model.lora_rank} must be at least 0: {way_out(model, 'lora_rank')}"
         return
     if not 0 < model.lora_alpha < math.inf:
-        yield f"--lora_alpha={model.lora_alpha} must be above 0 and finite."
+        yield (
+            f"--lora_alpha={model.lora_alpha} must be above 0 and finite: "
+            f"{way_out(model, 'lora_alpha')}"
+        )
     if not freeze or model.num_heads < 1 or not 1 <= model.num_layers <= _MAX_LAYERS_LISTED:
         return
     paths = [spec.path for spec in variable_specs(model)]
@@ -113,10 +133,10 @@ def _adapter_problems(config: Config) -> Iterator[str]:
         if all(is_trained(path, without, [pattern]) for path in paths):
             yield (
                 f"--freeze={pattern} matches no variable.{near_matches(pattern, paths)}"
-                f" The first is {paths[0]}."
+                f" The first is {paths[0]}: give a pattern of such names."
             )
     if not any(is_trained(path, model, freeze) for path in paths):
-        yield "--freeze leaves nothing to train."
+        yield "--freeze leaves nothing to train: give fewer patterns."
     if config.parallel.sharding_level and (model.lora_rank or freeze):
         yield (
             "--lora_rank and --freeze leave little state to share and don't go with"
@@ -139,14 +159,21 @@ def _near_divisor(number: int, wanted: int) -> int:
 
 def _position_problems(model: ModelConfig) -> Iterator[str]:
     if not 0 < model.rotary_fraction <= 1:
-        yield f"--rotary_fraction={model.rotary_fraction} must be above 0 and at most 1."
+        yield (
+            f"--rotary_fraction={model.rotary_fraction} must be above 0 and at most 1: "
+            f"{way_out(model, 'rotary_fraction')}"
+        )
     if not 1 < model.rotary_base < math.inf:
-        yield f"--rotary_base={model.rotary_base} must be above 1 and finite."
+        yield (
+            f"--rotary_base={model.rotary_base} must be above 1 and finite: "
+            f"{way_out(model, 'rotary_base')}"
+        )
     sizes_known = model.num_heads >= 1 and 0 < model.rotary_fraction <= 1
     if sizes_known and model.position_embedding == "rotary" and model.rotary_dim < 2:
         yield (
             f"--rotary_fraction={model.rotary_fraction} turns {model.rotary_dim} of the "
-            f"{model.attention_head_dim} dims of a head: at least 2 are needed."
+            f"{model.attention_head_dim} dims of a head: at least 2 are needed; "
+            "take a larger share."
         )
 
 
@@ -158,14 +185,18 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
     yield from _at_least(optimizer, 1, "loss_scale_growth_steps")
     if not 2.0**-24 <= optimizer.initial_loss_scale <= 2.0**24:
         yield (
-            f"--initial_loss_scale={optimizer.initial_loss_scale} must lie between 2^-24 and 2^24."
+            f"--initial_loss_scale={optimizer.initial_loss_scale} must lie between 2^-24 and 2^24: "
+            f"{way_out(optimizer, 'initial_loss_scale')}"
         )
     if not 0 < optimizer.epsilon < math.inf:
-        yield f"--epsilon={optimizer.epsilon} must be above 0 and finite."
+        yield (
+            f"--epsilon={optimizer.epsilon} must be above 0 and finite: "
+            f"{way_out(optimizer, 'epsilon')}"
+        )
     if not 0 <= optimizer.learning_rate_floor <= 1:
         yield (
-            f"--learning_rate_floor={optimizer.learning_rate_floor} is a fraction of the peak: "
-            "it lies between 0 and 1."
+            f"--learning_rate_floor={optimizer.learning_rate_floor} is a fraction of the peak, "
+            f"between 0 and 1: {way_out(optimizer, 'learning_rate_floor')}"
         )
     if optimizer.schedule != "constant" and optimizer.decay_steps < optimizer.warmup_steps:
         yield (
@@ -190,7 +221,8 @@ def _run_problems(run: RunConfig) -> Iterator[str]:
         yield (
             f"--batch_warmup_start={start} does not divide --global_batch={run.global_batch} "
             f"({run.global_batch} = {start} x {run.global_batch // start} + "
-            f"{run.global_batch % start}): the batch grows by whole multiples of its start."
+            f"{run.global_batch % start}): it grows by whole multiples of its start; take "
+            f"{_near_divisor(run.global_batch, start)}."
         )
     if (start > 0) != (run.batch_warmup_samples > 0):
         yield "--batch_warmup_start and --batch_warmup_samples go together: give both or neither."
@@ -200,7 +232,7 @@ def _run_problems(run: RunConfig) -> Iterator[str]:
             f"{run.steps * run.global_batch:.3g} samples, beyond 64 bits: take fewer steps."
         )
     if not 0 <= run.seed <= _MAX_SEED:
-        yield f"--seed={run.seed} must lie between 0 and {_MAX_SEED}."
+        yield f"--seed={run.seed} must lie between 0 and {_MAX_SEED}: {way_out(run, 'seed')}"
 
 
 def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
@@ -218,12 +250,12 @@ def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
     if not 0 <= parallel.memory_weight <= 1:
         yield (
             f"--memory_weight={parallel.memory_weight} must lie between 0 (balance computation) "
-            "and 1 (balance memory)."
+            f"and 1 (balance memory): {way_out(parallel, 'memory_weight')}"
         )
     if parallel.offload_optimizer_state and not parallel.sharding_level:
         yield (
             "--offload_optimizer_state needs --shard_optimizer_state, whose update it moves to the"
-            " host; with one process too."
+            " host, with one process too: add it."
         )
     mode = parallel.activation_checkpointing
     if problem := recomputation_problem(mode):

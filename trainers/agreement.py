@@ -9,6 +9,7 @@ import numpy as np
 
 from tfbig.config import Config
 from tfbig.errors import UserError
+from tfbig.together import on_every_rank
 from trainers.collectives import Engine
 
 PACKAGES = ("tfbig", "trainers", "data_pipeline")
@@ -40,6 +41,7 @@ def _code_hash(root: Path) -> int:
     return _hash(digest.digest())
 
 
+@on_every_rank()
 def check_equal_ranks(engine: Engine, config: Config) -> None:
     """Compares configuration and code over all ranks.
 

@@ -1,4 +1,4 @@
-"""The cluster of a multi_worker run, as TF_CONFIG or Slurm describes it. TensorFlow-free."""
+"""The cluster of a multi_worker run, as TF_CONFIG describes it. TensorFlow-free."""
 
 import json
 import os
@@ -17,10 +17,18 @@ class Place(NamedTuple):
     rank: int
 
     @property
+    def _hosts(self) -> list[str]:
+        return [address.rpartition(":")[0] for address in self.addresses]
+
+    @property
     def local_size(self) -> int:
         """Workers on this process's host."""
-        hosts = [address.rpartition(":")[0] for address in self.addresses]
-        return hosts.count(hosts[self.rank])
+        return self._hosts.count(self._hosts[self.rank])
+
+    @property
+    def local_rank(self) -> int:
+        """Which of its host's workers this process is."""
+        return self._hosts[: self.rank].count(self._hosts[self.rank])
 
 
 def place_from_tf_config(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -66,8 +74,3 @@ def place_from_tf_config(environment: Mapping[str, str] = os.environ) -> Place |
 
 def _wrong(what: str) -> UserError:
     return UserError(f"the environment variable TF_CONFIG {what}. It should look like {EXAMPLE}.")
-
-
-def in_slurm_step(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether srun started this process."""
-    return "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment

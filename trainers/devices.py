@@ -1,6 +1,8 @@
 """Threads, GPUs and determinism: what TensorFlow fixes once a process."""
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -38,7 +40,24 @@ def prepare_devices(config: ParallelConfig, local_rank: int = 0, local_size: int
     _set_arithmetic(config)
 
 
-def configure_local_devices(config: ParallelConfig, local_size: int = 1) -> None:
+def own_share(gpus: Sequence[Any], local_rank: int, local_size: int) -> Sequence[Any]:
+    """Returns the GPUs of one of several processes that see all of a host's.
+
+    Raises:
+      UserError: there are fewer GPUs than processes.
+    """
+    share = len(gpus) // local_size
+    if gpus and not share:
+        raise UserError(
+            f"this host runs {local_size} processes but shows each only {len(gpus)} GPUs: start at "
+            f"most {len(gpus)} on a host, or set CUDA_VISIBLE_DEVICES for each."
+        )
+    return gpus[local_rank * share : (local_rank + 1) * share]
+
+
+def configure_local_devices(
+    config: ParallelConfig, local_size: int = 1, local_rank: int = 0, shares_gpus: bool = False
+) -> None:
     """Sets up the devices of a process that drives several, without touching one.
 
     These are GPUs, or on a machine without any, logical CPU devices, which share its threads.
@@ -47,8 +66,15 @@ def configure_local_devices(config: ParallelConfig, local_size: int = 1) -> None
     Args:
       config: `num_devices` (0: all GPUs, or one CPU device), `num_threads`, `deterministic`.
       local_size: processes on this host, which share its cores.
+      local_rank: which of them this one is.
+      shares_gpus: whether each of them sees all GPUs of the host and takes its share.
+
+    Raises:
+      UserError: fewer GPUs than processes that share them.
     """
     gpus = tf.config.list_physical_devices("GPU")
+    if shares_gpus:
+        gpus = list(own_share(gpus, local_rank, local_size))
     try:
         _set_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_size))
         gpus = gpus[: config.num_devices or len(gpus)]

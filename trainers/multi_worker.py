@@ -1,7 +1,9 @@
 """Data parallelism between processes: tf.distribute.MultiWorkerMirroredStrategy."""
 
 import functools
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -9,27 +11,47 @@ import tensorflow as tf
 from tfbig.config import Config
 from tfbig.errors import UserError
 from tfbig.parallel_config import ParallelConfig
-from trainers.cluster import in_slurm_step, place_from_tf_config
+from trainers.cluster import Place, place_from_tf_config
 from trainers.devices import configure_local_devices
 from trainers.distribute import DistributeTrainer
+from trainers.slurm import has_own_gpus, place_from_slurm
 from trainers.validate import check_data_parallel_only, check_no_sharding
 
+ALONE = (
+    "tfbig: --strategy=multi_worker without TF_CONFIG and outside a step of Slurm's: this process "
+    "trains alone"
+)
 AGREE_SECONDS = 1800.0  # rank 0 may prepare data for the others
 OPERATIONS: dict[str, Callable[[np.ndarray], int]] = {"min": np.min, "max": np.max, "sum": np.sum}
 
 
 @functools.cache
-def make_strategy(on_gpus: bool) -> tf.distribute.MultiWorkerMirroredStrategy:
-    """Returns the one strategy of this process: TensorFlow starts its cluster once."""
-    resolvers = tf.distribute.cluster_resolver
-    resolver = None  # by TF_CONFIG; without that a world of one
-    if place_from_tf_config() is None and in_slurm_step():
-        resolver = resolvers.SlurmClusterResolver()
+def make_strategy(num_gpus: int, slurm: Place | None) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Returns the one strategy of this process: TensorFlow starts its cluster once.
+
+    Args:
+      num_gpus: of this process.
+      slurm: the cluster as Slurm describes it; None takes TF_CONFIG, or a world of one.
+    """
+    resolver = None
+    if slurm is not None:
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": list(slurm.addresses)}),
+            task_type="worker",
+            task_id=slurm.rank,
+            num_accelerators={"GPU": num_gpus},
+            rpc_layer="grpc",
+        )
     kinds = tf.distribute.experimental.CommunicationImplementation
     options = tf.distribute.experimental.CommunicationOptions(
-        implementation=kinds.NCCL if on_gpus else kinds.RING
+        implementation=kinds.NCCL if num_gpus else kinds.RING
     )
     return tf.distribute.MultiWorkerMirroredStrategy(resolver, communication_options=options)
+
+
+def sees_all_gpus(in_slurm: bool, environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether each process of a host sees all of its GPUs, so that they must share them."""
+    return not has_own_gpus(environment) if in_slurm else "CUDA_VISIBLE_DEVICES" not in environment
 
 
 class MultiWorkerTrainer(DistributeTrainer):
@@ -39,19 +61,20 @@ class MultiWorkerTrainer(DistributeTrainer):
         check_data_parallel_only(config)
         check_no_sharding(config)
         self.config = config
-        on_gpus = bool(tf.config.list_physical_devices("GPU"))
-        check_devices(config.parallel, on_gpus)
+        check_devices(config.parallel, bool(tf.config.list_physical_devices("GPU")))
         place = place_from_tf_config()
-        configure_local_devices(config.parallel, place.local_size if place else 1)
-        self.strategy = make_strategy(on_gpus)
+        slurm = place_from_slurm() if place is None else None
+        place = place or slurm
+        if place is None:
+            print(ALONE, file=sys.stderr, flush=True)
+            place = Place(("localhost:0",), 0)
+        shares_gpus = place.local_size > 1 and sees_all_gpus(slurm is not None)
+        configure_local_devices(config.parallel, place.local_size, place.local_rank, shares_gpus)
+        self.strategy = make_strategy(len(tf.config.get_visible_devices("GPU")), slurm)
         self.num_replicas = self.strategy.num_replicas_in_sync
         local = len(self.strategy.extended.worker_devices)
         self.size = self.data_size = self.num_replicas // local
-        resolver = self.strategy.cluster_resolver
-        if place is not None:
-            self.rank = place.rank
-        elif resolver is not None and self.size > 1:
-            self.rank = int(resolver.task_id)
+        self.rank = place.rank
         self.data_rank = self.rank
         self._functions: dict[float, Callable] = {}
 
@@ -71,8 +94,10 @@ class MultiWorkerTrainer(DistributeTrainer):
             ) from None
 
     def close(self) -> None:
-        # A process that leaves early takes the others' collectives with it.
-        if self.size > 1:
+        # A process that leaves early takes the others' collectives with it. One that leaves by an
+        # exception of its own must not meet their next collective.
+        error = sys.exc_info()[1]
+        if self.size > 1 and (error is None or getattr(error, "on_all_ranks", False)):
             self.barrier(AGREE_SECONDS)
 
     def _all(self, tensor: tf.Tensor, timeout: float) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from tfbig.config import Config
 from tfbig.errors import UserError
+from tfbig.together import on_every_rank
 from trainers.options import check_options_have_effect
 
 
@@ -37,6 +38,7 @@ def num_chunks(config: Config) -> int:
     return parallel.num_chunks if interleaved else 1
 
 
+@on_every_rank(is_agreed=False)
 def check_data_parallel_only(config: Config) -> None:
     """Checks that a strategy which holds whole models isn't asked to cut one.
 
@@ -62,6 +64,7 @@ def check_data_parallel_only(config: Config) -> None:
     check_options_have_effect(config)
 
 
+@on_every_rank(is_agreed=False)
 def check_no_sharding(config: Config) -> None:
     """Checks that a strategy whose replicas share no state isn't asked to.
 
@@ -76,6 +79,7 @@ def check_no_sharding(config: Config) -> None:
         )
 
 
+@on_every_rank(is_agreed=False)
 def check_one_device(config: Config) -> None:
     """Checks that a strategy with one device a process isn't asked to drive several.
 
@@ -90,6 +94,7 @@ def check_one_device(config: Config) -> None:
         )
 
 
+@on_every_rank(is_agreed=False)
 def check_mesh_fits(config: Config) -> None:
     """Checks that the model can be cut as the degrees ask.
 

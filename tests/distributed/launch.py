@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -85,28 +85,62 @@ def run_cluster(num_processes: int, arguments: list[str], timeout: float) -> lis
     Returns:
       What each process printed; all of them ended well.
     """
+    ended = start_ranks([arguments] * num_processes, tf_configs(num_processes), timeout)
+    outputs = [process.stdout for process in ended]
+    assert all(process.returncode == 0 for process in ended), "\n---\n".join(outputs)
+    return outputs
+
+
+def tf_configs(num_processes: int) -> list[dict[str, str]]:
+    """Returns the environment of each process of a cluster on this machine."""
     workers = [f"127.0.0.1:{port}" for port in free_ports(num_processes)]
-    deadline = time.monotonic() + timeout
-    files = [tempfile.TemporaryFile("w+") for _ in workers]
-    processes = []
-    for index, file in enumerate(files):
-        place = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=REPOSITORY,
-                env=environment({"TF_CONFIG": json.dumps(place)}),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+    return [
+        {
+            "TF_CONFIG": json.dumps(
+                {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
             )
+        }
+        for index in range(num_processes)
+    ]
+
+
+def start_ranks(
+    arguments: Sequence[list[str]],
+    environments: Sequence[Mapping[str, str]],
+    timeout: float,
+    patience: float = 5.0,
+) -> list[subprocess.CompletedProcess]:
+    """Runs `python ARGUMENTS` in one process a rank, without a launcher.
+
+    Args:
+      arguments: of each rank.
+      environments: of each rank, beside the tests'.
+      timeout: seconds for all.
+      patience: seconds that the others have when one has failed.
+
+    Returns:
+      Each rank's exit code and what it printed.
+    """
+    deadline = time.monotonic() + timeout
+    files = [tempfile.TemporaryFile("w+") for _ in arguments]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *own],
+            cwd=REPOSITORY,
+            env=environment(extra),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+        for own, extra, file in zip(arguments, environments, files, strict=True)
+    ]
     try:
         while any(process.poll() is None for process in processes):
-            failed = any(process.poll() for process in processes)
-            if failed or time.monotonic() > deadline:
-                time.sleep(5 if failed else 0)  # the others say why they end
+            if any(process.poll() for process in processes):  # the others say why they end
+                deadline = min(deadline, time.monotonic() + patience)
+                patience = timeout  # counted once
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
     finally:
@@ -119,5 +153,7 @@ def run_cluster(num_processes: int, arguments: list[str], timeout: float) -> lis
         file.seek(0)
         outputs.append(file.read())
         file.close()
-    assert all(process.returncode == 0 for process in processes), "\n---\n".join(outputs)
-    return outputs
+    return [
+        subprocess.CompletedProcess(own, process.returncode, output)
+        for own, process, output in zip(arguments, processes, outputs, strict=True)
+    ]

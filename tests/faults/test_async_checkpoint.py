@@ -34,6 +34,9 @@ class OneArray:
     def broadcast(self, array):
         return array
 
+    def agree(self, value, op):
+        return value
+
 
 def keeper_of(folder, array, **fields) -> StateKeeper:
     config = replace_fields(train.config_from({}), {"keep_last": 1, "keep_best": False, **fields})

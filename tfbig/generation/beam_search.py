@@ -36,13 +36,16 @@ class BeamOptions:
 
     def __post_init__(self) -> None:
         if self.num_beams < 1:
-            raise UserError(f"--num_beams={self.num_beams} must be at least 1.")
+            raise UserError(f"--num_beams={self.num_beams} must be at least 1: give e.g. 4.")
         if self.no_repeat_ngram_size < 0:
             raise UserError(
-                f"--no_repeat_ngram_size={self.no_repeat_ngram_size} must be at least 0."
+                f"--no_repeat_ngram_size={self.no_repeat_ngram_size} must be at least 0: give 0 "
+                "for none."
             )
         if not np.isfinite(self.length_penalty):
-            raise UserError(f"--length_penalty={self.length_penalty} must be a finite number.")
+            raise UserError(
+                f"--length_penalty={self.length_penalty} must be a finite number: give e.g. 1."
+            )
 
 
 @dataclass(frozen=True)

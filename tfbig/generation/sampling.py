@@ -45,24 +45,35 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature={self.temperature} must be at least 0.")
+            raise UserError(f"--temperature={self.temperature} must be at least 0: give e.g. 0.8.")
         if self.top_k < 0:
-            raise UserError(f"--top_k={self.top_k} must be at least 0.")
+            raise UserError(f"--top_k={self.top_k} must be at least 0: give 0 to keep all.")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"--top_p={self.top_p} must be above 0 and at most 1.")
+            raise UserError(
+                f"--top_p={self.top_p} must be above 0 and at most 1: give 1 to keep all."
+            )
         if self.seed < 0:
-            raise UserError(f"--sampling_seed={self.seed} must be at least 0.")
+            raise UserError(
+                f"--sampling_seed={self.seed} must be at least 0: leave it out for the default, 0."
+            )
         if not 0 <= self.min_p <= 1:
-            raise UserError(f"--min_p={self.min_p} must be from 0 to 1.")
+            raise UserError(f"--min_p={self.min_p} must be from 0 to 1: give 0 to keep all.")
         if not 0 < self.repetition_penalty < math.inf:
-            raise UserError(f"--repetition_penalty={self.repetition_penalty} must be above 0.")
+            raise UserError(
+                f"--repetition_penalty={self.repetition_penalty} must be above 0 and finite: give "
+                "1 for none."
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):
-                raise UserError(f"--{name}={getattr(self, name)} must be a finite number.")
+                raise UserError(
+                    f"--{name}={getattr(self, name)} must be a finite number: give 0 for none."
+                )
         if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
-            raise UserError("a logit bias must be a finite number.")
+            raise UserError("a logit bias must be a finite number: leave out those that are not.")
         if self.min_tokens < 0:
-            raise UserError(f"--min_tokens={self.min_tokens} must be at least 0.")
+            raise UserError(
+                f"--min_tokens={self.min_tokens} must be at least 0: give 0 for no such limit."
+            )
 
 
 def probabilities(logits: np.ndarray, options: SamplingOptions) -> np.ndarray:

@@ -17,7 +17,10 @@ def files_to_upload(folder: Path) -> list[tuple[str, int]]:
       UserError: it is no exported folder.
     """
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is not an exported Hugging Face folder: it has no config.json.")
+        raise UserError(
+            f"{folder} is not an exported Hugging Face folder: it has no config.json; name another "
+            "--output."
+        )
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return [(str(path.relative_to(folder)), path.stat().st_size) for path in files]
 
@@ -25,7 +28,7 @@ def files_to_upload(folder: Path) -> list[tuple[str, int]]:
 def check_repository(name: str) -> None:
     """Raises UserError unless `name` is OWNER/MODEL."""
     if not _REPOSITORY.fullmatch(name):
-        raise UserError(f"--push={name}: a repository is named OWNER/MODEL.")
+        raise UserError(f"--push={name}: a repository is named OWNER/MODEL; give both.")
 
 
 def push(folder: Path, repository: str, private: bool, dry_run: bool) -> Iterator[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tfbig.adapters import MergedReader, has_adapters
+from tfbig.checkpoint import list_checkpoints
 from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.config import ModelConfig
 from tfbig.errors import UserError
@@ -14,6 +15,7 @@ from tfbig.interop.hugging_face_folder import (
     is_hugging_face_folder,
     refuse_pickle,
 )
+from tfbig.run_folder import RunFolder
 
 
 def open_weights(
@@ -28,12 +30,19 @@ def open_weights(
       model: of the run.
 
     Raises:
-      UserError: it is neither, or a pickle, or its adapters are of another scale.
+      UserError: it is neither, or a pickle, or cut, or its adapters are of another scale.
     """
     refuse_pickle(path)
     if is_hugging_face_folder(path):
         return HuggingFaceFolder(path)
+    checkpoints = list_checkpoints(RunFolder(path).checkpoints_dir)
+    if checkpoints:
+        raise UserError(
+            f"--init_from={path} is a run's folder: name one of its checkpoints, such as "
+            f"{checkpoints[-1].path}."
+        )
     reader = CheckpointReader(path)
+    reader.check_files()
     if not has_adapters(reader.paths()):
         return reader
     alpha = float(reader.manifest["config"]["model"]["lora_alpha"])
@@ -42,7 +51,7 @@ def open_weights(
     if alpha != model.lora_alpha:
         raise UserError(
             f"{path} has adapters of --lora_alpha={alpha}, this run of {model.lora_alpha}: they "
-            "would mean something else."
+            f"would mean something else; give --lora_alpha={alpha}."
         )
     return reader
 

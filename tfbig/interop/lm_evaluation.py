@@ -13,10 +13,10 @@ import numpy as np
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from tfbig.errors import UserError
 from tfbig.generation.generator import generate_tokens
 from tfbig.generation.sampling import SamplingOptions
 from tfbig.generation.text_stream import TextStream
+from tfbig.together import raise_together
 
 _MAX_NEW_TOKENS = 256  # of a request that names no limit, as in the harness
 
@@ -141,15 +141,20 @@ def evaluate_tasks(
       task_path: folder of task files besides the harness' own; "" means none.
 
     Raises:
-      UserError: there is no such task.
+      UserError: on every rank, there is no such task.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=task_path or None)
     unknown = [name for name in tasks if name not in manager.all_tasks]
-    if unknown:
-        raise UserError(f"--tasks={unknown[0]} is no task of the harness or of {task_path!r}.")
+    raise_together(
+        trainer,
+        f"--tasks={unknown[0]} is no task of the harness or of {task_path!r}: `lm_eval ls tasks` "
+        "lists all that there are."
+        if unknown
+        else None,
+    )
     model = TrainerModel(trainer, tokenizer, max_length, batch)
     results = simple_evaluate(model=model, tasks=list(tasks), task_manager=manager)
     return results["results"]

@@ -71,7 +71,8 @@ def check_names(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in RULES:
-            raise UserError(f"there is no rule {name!r}.{near_matches(name, list(RULES))}")
+            near = near_matches(name, list(RULES)) or f" Take one of {', '.join(sorted(RULES))}."
+            raise UserError(f"there is no rule {name!r}.{near}")
 
 
 def description(name: str) -> str:

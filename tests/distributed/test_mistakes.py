@@ -1,0 +1,101 @@
+"""A user's mistake under several ranks: one error line in all, from rank 0, and exit code 2."""
+
+import json
+import os
+
+import pytest
+
+from tests.distributed.launch import horovodrun, start_ranks, tf_configs
+from tfbig.run_folder import read_metrics
+
+WORKER = "tests/distributed/mistakes_worker.py"
+TIMEOUT = 420.0
+
+
+def flags_of(folder, mistakes: dict, small_flags: list[str], *more: str) -> list[str]:
+    run = f"--run_dir={folder / 'run'}"
+    return [WORKER, json.dumps(mistakes), *small_flags, run, "--steps=1", "--eval_every=0", *more]
+
+
+def error_lines(output: str) -> list[str]:
+    assert "Traceback" not in output, output
+    return [line for line in output.splitlines() if "error: " in line]
+
+
+def run_cluster(folder, mistakes, small_flags) -> tuple[list[int], list[list[str]], str]:
+    """Returns the exit codes and error lines by rank, and all that was printed."""
+    arguments = flags_of(folder, mistakes, small_flags, "--strategy=multi_worker")
+    ended = start_ranks([arguments] * 2, tf_configs(2), TIMEOUT, patience=90.0)
+    everything = "\n---\n".join(process.stdout for process in ended)
+    codes = [process.returncode for process in ended]
+    return codes, [error_lines(process.stdout) for process in ended], everything
+
+
+@pytest.mark.distributed
+def test_a_mistake_of_all_ranks_is_said_once_under_horovodrun(tmp_path, small_flags):
+    arguments = flags_of(tmp_path, {}, small_flags, "--strategy=horovod", "--num_heads=3")
+    done = horovodrun(2, arguments, TIMEOUT)
+    lines = error_lines(done.stdout)
+    assert len(lines) == 1 and lines[0].startswith("[0]<stderr>:tfbig train: error: --num_heads=3")
+    assert "Exit code: 2" in done.stdout or "exit code: 2" in done.stdout.lower(), done.stdout
+
+
+@pytest.mark.distributed
+def test_a_mistake_of_one_rank_is_said_by_rank_0_under_horovodrun(tmp_path, small_flags):
+    mistakes = {"1": [f"--init_from={tmp_path / 'nowhere'}"]}
+    done = horovodrun(2, flags_of(tmp_path, mistakes, small_flags, "--strategy=horovod"), TIMEOUT)
+    lines = error_lines(done.stdout)
+    assert len(lines) == 1, done.stdout
+    # Flags that differ are found first, on every rank.
+    assert "the ranks differ in --init_from" in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.distributed
+def test_a_mistake_of_all_ranks_is_said_once_in_a_cluster(tmp_path, small_flags):
+    codes, lines, everything = run_cluster(tmp_path, {}, [*small_flags, "--num_heads=3"])
+    assert codes == [2, 2] and [len(own) for own in lines] == [1, 0], everything
+    assert lines[0][0].startswith("tfbig train: error: --num_heads=3 does not divide")
+    assert "rank 1 ends; rank 0, of the same flags, says why" in everything
+
+
+@pytest.mark.distributed
+def test_a_mistake_of_one_rank_is_said_by_rank_0_in_a_cluster(tmp_path, small_flags):
+    missing = tmp_path / "nowhere"
+    codes, lines, everything = run_cluster(tmp_path, {"1": [f"--data={missing}"]}, small_flags)
+    assert codes == [2, 2] and [len(own) for own in lines] == [1, 0], everything
+    assert f"error: rank 1: there is no data folder {missing}" in lines[0][0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.distributed
+def test_no_room_on_one_rank_ends_all_at_the_same_save(tmp_path, small_flags):
+    codes, lines, everything = run_cluster(tmp_path, {"1": ["no room"]}, small_flags)
+    assert codes == [2, 2] and [len(own) for own in lines] == [1, 0], everything
+    assert "error: rank 1: no room for a checkpoint" in lines[0][0]
+
+
+def slurm_step(tasks: int, folder) -> list[dict[str, str]]:
+    """Returns the variables that srun would set for each task of a step on this machine."""
+    job = sum(str(folder).encode()) + os.getpid()  # its ports
+    common = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": str(job),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": str(tasks),
+        "TF_CONFIG": "",
+        "CUDA_VISIBLE_DEVICES": "",  # of a machine without GPUs: all would share one's
+    }
+    return [common | {"SLURM_PROCID": str(task)} for task in range(tasks)]
+
+
+@pytest.mark.distributed
+def test_slurm_starts_a_cluster_on_machines_without_gpus(tmp_path, small_flags):
+    arguments = flags_of(tmp_path, {}, small_flags, "--strategy=multi_worker")
+    ended = start_ranks([arguments] * 2, slurm_step(2, tmp_path), TIMEOUT)
+    everything = "\n---\n".join(process.stdout for process in ended)
+    assert [process.returncode for process in ended] == [0, 0], everything
+    assert "multi_worker: 2 processes, 2 replicas" in ended[0].stdout
+    assert len(read_metrics(tmp_path / "run")) == 1
