@@ -28,6 +28,8 @@ NEOX = dataclasses.replace(
     activation="gelu",
     tied_head=False,
 )
+SEQUENTIAL_NEOX = dataclasses.replace(NEOX, parallel_residual=False)
+MODELS = {"gpt2": TINY, "blog": BLOG, "neox": NEOX, "sequential_neox": SEQUENTIAL_NEOX}
 SMALL_PRESETS = [n for n in presets.names() if count_parameters(presets.preset(n).model) < 500e6]
 
 
@@ -58,7 +60,7 @@ def randomise(model: GPT, seed: int = 1) -> reference_gpt.Weights:
     return weights
 
 
-@pytest.mark.parametrize("config", [TINY, BLOG, NEOX], ids=["gpt2", "blog", "neox"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_equals_its_equations(config):
     model = GPT(config)
     weights = randomise(model)
@@ -72,7 +74,7 @@ def test_equals_its_equations(config):
     assert float(loss_sum(model, batch)) == pytest.approx(reference, rel=1e-5)
 
 
-@pytest.mark.parametrize("config", [TINY, BLOG, NEOX], ids=["gpt2", "blog", "neox"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_gradients_equal_finite_differences(config):
     model = GPT(config)
     weights = randomise(model)
@@ -98,7 +100,7 @@ def test_gradients_equal_finite_differences(config):
         assert analytic == pytest.approx(numeric, rel=2e-4, abs=2e-5 * scale), path
 
 
-@pytest.mark.parametrize("config", [TINY, BLOG, NEOX], ids=["gpt2", "blog", "neox"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_no_output_depends_on_a_later_token(config):
     model = GPT(config, seed=3)
     tokens = make_batch(config)["tokens"][:, :-1].numpy()

@@ -178,6 +178,27 @@ def test_a_compiled_pass_gives_the_same(plain, plain_results, microbatches):
     assert any(f.attr["_XlaMustCompile"].b for f in graph.library.function)
 
 
+def test_ids_beyond_the_true_vocabulary_are_never_written():
+    config = make_config({"fields": SGD, "model": {"num_layers": 1, **DROPOUT}})
+    true = config.model.vocab_size - 4  # the rest pads the embedding
+    trainers = [SingleTrainer(config) for _ in range(2)]
+    trainers[0].build(False, vocab_size=true)
+    trainers[1].build(False)
+    tokens = np.random.default_rng(5).integers(0, true, (2, 4), np.int32)
+    logits, whole = (
+        one.decode_step(
+            tokens,
+            np.array([4, 2], np.int32),
+            np.arange(2, dtype=np.int32),
+            np.zeros(2, bool),
+            one.new_cache(2, 8),
+        )[0]
+        for one in trainers
+    )
+    assert np.isneginf(logits[:, true:]).all() and np.isfinite(whole).all()
+    np.testing.assert_allclose(logits[:, :true], whole[:, :true], rtol=1e-6)
+
+
 def test_what_cannot_be_compiled_is_refused():
     def parallel(**fields):
         return make_config({"fields": {"strategy": "horovod", **fields}}).parallel
