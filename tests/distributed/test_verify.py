@@ -20,7 +20,7 @@ FAULTS = {
     "mean_of_means": (HOROVOD, "gradients"),
     "other_weights": (HOROVOD, "transformer_blocks/1/ffn/"),
     "local_sample_index": (HOROVOD, "gradients"),
-    "no_clipping": (HOROVOD, "losses"),
+    "no_clipping": (HOROVOD, "gradient norms"),
     "wrong_loss_scale": (STAGES, "gradients"),
     "missing_tied_allreduce": (STAGES, "embedding_layer/"),
     "missing_tensor_allreduce": (SHARDS, "gradients"),

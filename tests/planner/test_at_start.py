@@ -61,8 +61,8 @@ def test_what_cannot_fit_is_refused_with_three_changes_that_do():
 
 
 def test_nothing_is_advised_that_the_strategy_refuses():
-    for strategy in ("single", "pipeline", "mirrored"):
-        config = gpt2(strategy=strategy)
+    for strategy, degree in (("single", 1), ("pipeline", 2), ("mirrored", 1)):
+        config = gpt2(strategy=strategy, pipeline_parallel_degree=degree)
         for there in (0.8, 0.5, 0.2):
             found = changes_that_fit(config, 4, there * needed(config, 4))
             for change in itertools.islice(found, 5):
