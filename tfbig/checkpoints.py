@@ -12,7 +12,7 @@ from tfbig.checkpoint import CheckpointInfo, flatten_fields, list_checkpoints, p
 from tfbig.checkpoint_format import MANIFEST_NAME, UnreadableCheckpointError
 from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.command import EXIT_FAULT, run_command
-from tfbig.errors import UserError, near_matches
+from tfbig.errors import UserError
 from tfbig.flags import Flags
 from tfbig.run_folder import RunFolder
 from tfbig.run_lock import RunLock
@@ -180,15 +180,8 @@ def _different_fields(first: Mapping[str, Any], second: Mapping[str, Any]) -> li
 def _body(arguments: Sequence[str]) -> int:
     summary = f"{'|'.join(ACTIONS)}: looks at a run's checkpoints and clears old ones."
     flags = Flags("checkpoints", (CheckpointsConfig,), summary)
-    given = flags.parse(arguments, positional=True)
-    words = given.pop("arguments")
-    if len(words) != 1 or words[0] not in ACTIONS:
-        word = words[0] if words else ""
-        raise UserError(
-            f"say what to do: tfbig checkpoints {'|'.join(ACTIONS)}."
-            f"{near_matches(word, list(ACTIONS))}"
-        )
-    return ACTIONS[words[0]](CheckpointsConfig(**given))
+    action, given = flags.parse_action("checkpoints", ACTIONS, arguments)
+    return ACTIONS[action](CheckpointsConfig(**given))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tfbig.command import EXIT_FAULT, run_command
-from tfbig.errors import UserError, near_matches
+from tfbig.errors import UserError
 from tfbig.flags import Flags
 
 
@@ -203,14 +203,8 @@ def _consumed_samples(run: Any) -> int:
 def _body(arguments: Sequence[str]) -> int:
     summary = f"{'|'.join(ACTIONS)}: looks at a data folder and changes its mixture."
     flags = Flags("data", (DataCommandConfig,), summary)
-    given = flags.parse(arguments, positional=True)
-    words = given.pop("arguments")
-    if len(words) != 1 or words[0] not in ACTIONS:
-        word = words[0] if words else ""
-        raise UserError(
-            f"say what to do: tfbig data {'|'.join(ACTIONS)}.{near_matches(word, list(ACTIONS))}"
-        )
-    return ACTIONS[words[0]](DataCommandConfig(**given))
+    action, given = flags.parse_action("data", ACTIONS, arguments)
+    return ACTIONS[action](DataCommandConfig(**given))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

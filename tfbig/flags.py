@@ -10,7 +10,8 @@ import os
 import re
 import textwrap
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from absl import flags as absl_flags
 
@@ -176,6 +177,29 @@ class Flags:
             "float": f"no number: give e.g. --{name}={default}",
         }
         return f"--{name}={value} is {wanted[self._values[name].flag_type()]}."
+
+    def parse_action(
+        self, command: str, actions: Collection[str], arguments: Sequence[str]
+    ) -> tuple[str, dict[str, Any]]:
+        """Returns the one word among the arguments, an action, and the given flag values.
+
+        Args:
+          command: the command's name.
+          actions: those there are.
+          arguments: of the command line.
+
+        Raises:
+          UserError: no such action, or a flag as `parse` refuses.
+        """
+        given = self.parse(arguments, positional=True)
+        words = given.pop("arguments")
+        if len(words) != 1 or words[0] not in actions:
+            word = words[0] if words else ""
+            raise UserError(
+                f"say what to do: tfbig {command} {'|'.join(actions)}."
+                f"{near_matches(word, list(actions))}"
+            )
+        return words[0], given
 
     def help_text(self, full: bool) -> str:
         """Returns the text of --help, or of --helpfull."""

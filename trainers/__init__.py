@@ -8,6 +8,27 @@ STRATEGIES = {
     "pipeline": "trainers.by_sharding:pipeline_trainer",
 }
 
+# By strategy, what of trainers/validate.py says whether it takes a configuration.
+CHECKS = {
+    "single": ("check_data_parallel_only", "check_no_sharding"),
+    "horovod": ("check_data_parallel_only",),
+    "mirrored": ("check_data_parallel_only", "check_no_sharding"),
+    "multi_worker": ("check_data_parallel_only", "check_no_sharding"),
+    "pipeline": ("check_mesh_fits",),
+}
+
+
+def check_strategy(config) -> None:
+    """Checks, without TensorFlow, that a configuration's strategy takes it.
+
+    Raises:
+      UserError: as its trainer would.
+    """
+    from trainers import validate
+
+    for name in CHECKS[config.parallel.strategy]:
+        getattr(validate, name)(config)
+
 
 def trainer_class(name: str):
     """Returns what makes a strategy's Trainer of a Config.

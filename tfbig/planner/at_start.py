@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tfbig.errors import UserError
 from tfbig.planner.memory import RankMemory, peak, predict_memory
 from tfbig.profiler.host_metrics import find_limits
 from tfbig.validation import validate
-from trainers.validate import check_data_parallel_only, check_mesh_fits, check_no_sharding
+from trainers import check_strategy
 
 # A run is refused when the prediction exceeds what is there by more than it may be wrong.
 TOLERANCE = 0.10
@@ -27,8 +27,6 @@ CHANGES = (
     {"shard_parameters": True},
     {"precision": "bfloat16"},
 )
-STRATEGY_CHECKS = {"pipeline": (check_mesh_fits,), "horovod": (check_data_parallel_only,)}
-OTHER_CHECKS = (check_data_parallel_only, check_no_sharding)
 
 
 def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -142,11 +140,9 @@ def fits(config: Config, fields: dict[str, Any], data_size: int, there: float) -
 
 def trains(config: Config) -> bool:
     """Returns whether the strategy takes the configuration."""
-    checks: Sequence[Any] = STRATEGY_CHECKS.get(config.parallel.strategy, OTHER_CHECKS)
     try:
         validate(config)
-        for check in checks:
-            check(config)
+        check_strategy(config)
     except UserError:
         return False
     return True

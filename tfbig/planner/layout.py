@@ -15,11 +15,10 @@ from tfbig.planner.plan_config import PlannedOptions
 from tfbig.planner.software import Software
 from tfbig.planner.step_time import StepModel, StepTime
 from tfbig.validation import validate
+from trainers import check_strategy
 from trainers.mesh import make_mesh
 from trainers.partition import Partition, choose_partition
-from trainers.validate import check_data_parallel_only, check_mesh_fits, derive_microbatch_size
-
-DATA_PARALLEL = ("single", "horovod", "mirrored", "multi_worker")
+from trainers.validate import derive_microbatch_size
 
 
 @dataclass(frozen=True)
@@ -125,9 +124,7 @@ def check_layout(request: Request) -> None:
     """
     config, parallel = request.config, request.config.parallel
     validate(config)
-    if parallel.strategy in DATA_PARALLEL:
-        check_data_parallel_only(config)
-    check_mesh_fits(config)
+    check_strategy(config)
     make_mesh(
         request.cluster.num_devices,
         parallel.pipeline_parallel_degree,

@@ -1,5 +1,6 @@
 """What a rule is: parameters with their defaults, and a look at a run that gives one finding."""
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,14 +55,14 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(abc.ABC):
     """A rule; a subclass's fields are its parameters, its docstring is its description."""
 
     kind: ClassVar[str] = "profiler"
 
+    @abc.abstractmethod
     def look(self, run: RunData) -> Finding:
         """Returns what the rule sees in a run."""
-        raise NotImplementedError
 
     @property
     def name(self) -> str:

@@ -1,5 +1,6 @@
 """SageMaker Debugger's rules of losses and tensors, at its documented defaults."""
 
+import abc
 import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,9 +23,9 @@ class TensorRule(Rule):
     change: ClassVar[str] = ""
     what: ClassVar[str] = ""
 
+    @abc.abstractmethod
     def is_bad(self, record: dict[str, Any]) -> bool:
         """Whether a record breaks the rule."""
-        raise NotImplementedError
 
     def look(self, run: RunData) -> Finding:
         kinds = ("weight", "gradient") if self.tensor_kind == "any" else (self.tensor_kind,)
