@@ -1,13 +1,15 @@
-"""The start of a run: its folder is made, and taken by this job alone."""
+"""The start of a run: its folder is made, and taken by this job alone; it is introduced."""
 
 import contextlib
 from typing import Any
 
-from tfbig.config import Config
+from tfbig.config import Config, count_parameters
 from tfbig.errors import UserError
+from tfbig.loop import Progress
 from tfbig.run_folder import RunFolder, archive_for_restart
 from tfbig.run_lock import RunLock
 from tfbig.run_state import check_room
+from tfbig.variables import is_adapter, num_trained_parameters
 
 
 def make_run_folder(
@@ -48,3 +50,58 @@ def _take_run_folder(config: Config, folder: RunFolder, held: contextlib.ExitSta
     lock = held.enter_context(RunLock(folder.path))
     if lock.note:
         print(lock.note, flush=True)
+
+
+def introduce(
+    config: Config, trainer: Any, data: Any, peak: float, peak_source: str, notes: list[str]
+) -> None:
+    """Prints what is about to be trained."""
+    run, parallel = config.run, config.parallel
+    num_parameters = count_parameters(config.model)
+    num_trained = num_trained_parameters(config.model, config.optimizer.freeze)
+    trained = f" ({num_trained:,} trained)" if num_trained < num_parameters else ""
+    microbatch = run.global_batch // (trainer.num_replicas * parallel.microbatches)
+    print(
+        f"{run.preset}: {num_parameters:,} parameters{trained}, {parallel.precision}, "
+        f"{config.data.sequence_length} tokens a sample\n"
+        f"{parallel.strategy}: {trainer.size} processes, {trainer.num_replicas} replicas; "
+        f"global batch {run.global_batch} = {trainer.num_replicas} replicas x "
+        f"{parallel.microbatches} microbatches x {microbatch} samples\n"
+        f"{data.num_rows('train'):,} training samples from {', '.join(data.sources)}; "
+        f"peak {peak / 1e9:,.0f} GFLOP/s ({peak_source})\n"
+        f"run folder {run.run_dir}",
+        flush=True,
+    )
+    layout = trainer.layout()
+    if layout is not None:
+        print(layout.table, flush=True)
+    for note in notes:
+        print(note, flush=True)
+
+
+def start_from(keeper: Any, reader: Any, initial: Any, trainer: Any) -> Any:
+    """Fills a built trainer from a checkpoint, or from another run's; returns the progress."""
+    if reader is not None:
+        return keeper.load(reader)
+    if initial is not None:
+        initialise_from(initial, trainer)
+    return Progress(0, 0)
+
+
+def recent_losses(reader: Any) -> Any:
+    """Returns the losses that a checkpoint keeps for judging the next ones."""
+    return reader.manifest["metadata"].get("recent_losses", ()) if reader is not None else ()
+
+
+def initialise_from(reader: Any, trainer: Any) -> None:
+    """Fills the weights from another run's checkpoint; the optimizer stays fresh."""
+    missing = trainer.load_state(reader, weights_only=True)
+    adapters = [path for path in missing if is_adapter(path)]
+    named = [path for path in missing if path not in adapters]
+    if adapters:
+        named.append(f"{len(adapters)} variables of adapters (lora_a, lora_b)")
+    if named and trainer.rank == 0:
+        print(
+            f"{reader.directory} lacks {', '.join(named)}: they keep their initial values",
+            flush=True,
+        )

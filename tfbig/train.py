@@ -20,7 +20,6 @@ from tfbig.config import (
     OptimizerConfig,
     PrepareConfig,
     RunConfig,
-    count_parameters,
     replace_fields,
     to_dict,
 )
@@ -34,7 +33,6 @@ from tfbig.run_folder import RunFolder
 from tfbig.run_folder_check import check_run_folder
 from tfbig.together import Outcome, on_every_rank, together
 from tfbig.validation import validate
-from tfbig.variables import is_adapter, num_trained_parameters
 
 COMMON_FLAGS = (
     "preset list_presets data source strategy run_dir steps global_batch microbatches"
@@ -94,33 +92,16 @@ def _train(
 ) -> int:
     from tfbig.bad_samples import examine_step
     from tfbig.bad_steps import BadSteps
-    from tfbig.durable_file import write_atomic
-    from tfbig.hardware import gpu_memory_bytes, peak_flops
-    from tfbig.hooks import main_rank_hooks
-    from tfbig.interop.initial_weights import check_tokenizer
+    from tfbig.hardware import peak_flops
     from tfbig.loop import Loop
     from tfbig.metrics import Throughput
-    from tfbig.planner.at_start import check_memory
-    from tfbig.planner.prediction_hook import PredictionHook
     from tfbig.profiler.profiling import measured
-    from tfbig.run_start import make_run_folder
+    from tfbig.run_start import introduce, make_run_folder, recent_losses, start_from
     from tfbig.run_state import StateKeeper, check_shared
     from tfbig.stop_signal import StopSignal
     from tfbig.watchdog import Watchdog
-    from trainers.validate import derive_microbatch_size
 
-    # Whether it will fit.
-    rows, length = config.run.global_batch, config.data.sequence_length
-    together(trainer, lambda: check_batch_memory("global_batch", rows, trainer.data_size, length))
-    with on_every_rank():
-        memory = check_memory(config, trainer, gpu_memory_bytes())
-
-    # Data.
-    with on_every_rank():
-        for global_batch in {config.run.global_batch, schedule.global_batch(config.run, 0)}:
-            derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
-    data = open_data(config, trainer)
-    together(trainer, lambda: check_tokenizer(config.run.init_from, data))
+    memory, data = check_and_open(config, trainer)
     if config.robustness.replay_step:
         return _replay(config, trainer, folder, initial, data)
 
@@ -141,16 +122,10 @@ def _train(
     # What is measured and watched.
     peak, peak_source = peak_flops(config.parallel.precision)
     total_peak = 1e9 * trainer.agree(int(peak / 1e9), "sum")
-    hooks = []
+    hooks: list[Any] = []
     if trainer.rank == 0:
-        layout = trainer.layout()
-        folder.write_config(to_dict(config), command, layout and layout.record)
-        # The run's own copy: its readers need nothing else of the data folder.
-        write_atomic(folder.tokenizer_path, data.tokenizer_path.read_bytes())
-        hooks = main_rank_hooks(config, folder)
-        num_devices = max(trainer.size, trainer.num_replicas)
-        hooks.append(PredictionHook(config, num_devices, peak_source, Path(folder.path)))
         notes = [*memory, *(f"checkpoint of {note}; an older one is used" for note in notes)]
+        hooks = begin_record(config, trainer, folder, data, command, peak_source)
         introduce(config, trainer, data, total_peak, peak_source, notes)
 
     # Steps.
@@ -176,6 +151,50 @@ def _train(
     return EXIT_SIGNAL if reason == "signal" else 0
 
 
+def check_and_open(config: Config, trainer: Any) -> tuple[list[str], Any]:
+    """Returns what memory the run will take, a line a pipeline rank, and its data.
+
+    Raises:
+      UserError: on every rank, when it cannot fit, or the data or the batch do not.
+    """
+    from tfbig.hardware import gpu_memory_bytes
+    from tfbig.interop.initial_weights import check_tokenizer
+    from tfbig.planner.at_start import check_memory
+    from trainers.validate import derive_microbatch_size
+
+    rows, length = config.run.global_batch, config.data.sequence_length
+    together(trainer, lambda: check_batch_memory("global_batch", rows, trainer.data_size, length))
+    with on_every_rank():
+        memory = check_memory(config, trainer, gpu_memory_bytes())
+        for global_batch in {rows, schedule.global_batch(config.run, 0)}:
+            derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
+    data = open_data(config, trainer)
+    together(trainer, lambda: check_tokenizer(config.run.init_from, data))
+    return memory, data
+
+
+def begin_record(
+    config: Config,
+    trainer: Any,
+    folder: RunFolder,
+    data: Any,
+    command: Sequence[str],
+    peak_source: str,
+) -> list[Any]:
+    """Writes what the run is into its folder, on rank 0, and returns the hooks that go on."""
+    from tfbig.durable_file import write_atomic
+    from tfbig.hooks import main_rank_hooks
+    from tfbig.planner.prediction_hook import PredictionHook
+
+    layout = trainer.layout()
+    folder.write_config(to_dict(config), command, layout and layout.record)
+    # The run's own copy: its readers need nothing else of the data folder.
+    write_atomic(folder.tokenizer_path, data.tokenizer_path.read_bytes())
+    num_devices = max(trainer.size, trainer.num_replicas)
+    prediction = PredictionHook(config, num_devices, peak_source, Path(folder.path))
+    return [*main_rank_hooks(config, folder), prediction]
+
+
 def print_verified(config: Config) -> None:
     """Compares this layout with one device on a shrunken model; rank 0 prints the errors.
 
@@ -188,24 +207,9 @@ def print_verified(config: Config) -> None:
         print(f"verify: {comparison.line()}", flush=True)
 
 
-def start_from(keeper: Any, reader: Any, initial: Any, trainer: Any) -> Any:
-    """Fills a built trainer from a checkpoint, or from another run's; returns the progress."""
-    from tfbig.loop import Progress
-
-    if reader is not None:
-        return keeper.load(reader)
-    if initial is not None:
-        initialise_from(initial, trainer)
-    return Progress(0, 0)
-
-
-def recent_losses(reader: Any) -> Any:
-    """Returns the losses that a checkpoint keeps for judging the next ones."""
-    return reader.manifest["metadata"].get("recent_losses", ()) if reader is not None else ()
-
-
 def _replay(config: Config, trainer: Any, folder: RunFolder, initial: Any, data: Any) -> int:
     from tfbig.replay import replay_step
+    from tfbig.run_start import recent_losses, start_from
     from tfbig.run_state import StateKeeper
 
     keeper = StateKeeper(config, folder, trainer, data.identity)
@@ -336,47 +340,6 @@ def open_initial(config: Config) -> Any:
                 "checkpoint's sizes."
             )
     return reader
-
-
-def initialise_from(reader: Any, trainer: Any) -> None:
-    """Fills the weights from another run's checkpoint; the optimizer stays fresh."""
-    missing = trainer.load_state(reader, weights_only=True)
-    adapters = [path for path in missing if is_adapter(path)]
-    named = [path for path in missing if path not in adapters]
-    if adapters:
-        named.append(f"{len(adapters)} variables of adapters (lora_a, lora_b)")
-    if named and trainer.rank == 0:
-        print(
-            f"{reader.directory} lacks {', '.join(named)}: they keep their initial values",
-            flush=True,
-        )
-
-
-def introduce(
-    config: Config, trainer: Any, data: Any, peak: float, peak_source: str, notes: list[str]
-) -> None:
-    """Prints what is about to be trained."""
-    run, parallel = config.run, config.parallel
-    num_parameters = count_parameters(config.model)
-    num_trained = num_trained_parameters(config.model, config.optimizer.freeze)
-    trained = f" ({num_trained:,} trained)" if num_trained < num_parameters else ""
-    microbatch = run.global_batch // (trainer.num_replicas * parallel.microbatches)
-    print(
-        f"{run.preset}: {num_parameters:,} parameters{trained}, {parallel.precision}, "
-        f"{config.data.sequence_length} tokens a sample\n"
-        f"{parallel.strategy}: {trainer.size} processes, {trainer.num_replicas} replicas; "
-        f"global batch {run.global_batch} = {trainer.num_replicas} replicas x "
-        f"{parallel.microbatches} microbatches x {microbatch} samples\n"
-        f"{data.num_rows('train'):,} training samples from {', '.join(data.sources)}; "
-        f"peak {peak / 1e9:,.0f} GFLOP/s ({peak_source})\n"
-        f"run folder {run.run_dir}",
-        flush=True,
-    )
-    layout = trainer.layout()
-    if layout is not None:
-        print(layout.table, flush=True)
-    for note in notes:
-        print(note, flush=True)
 
 
 @on_every_rank(is_agreed=False)
