@@ -311,14 +311,18 @@ def test_truncated_and_missing_files_and_manifests_are_found(tmp_path):
     parts = {step: tmp_path / f"step_0000000{step}" / "part-00000.safetensors" for step in (3, 4)}
     parts[3].write_bytes(parts[3].read_bytes()[:-1])
     parts[4].unlink()
-    (tmp_path / "step_00000002" / "manifest.json").write_text('{"format_version": 99}')
-    (tmp_path / "step_00000005" / "manifest.json").write_text('{"format_version": 1}')
+    (tmp_path / "step_00000002" / "manifest.json").write_text(
+        '{"format_version": 99, "variables": {}}'
+    )
+    (tmp_path / "step_00000005" / "manifest.json").write_text(
+        '{"format_version": 1, "variables": {}}'
+    )
     with pytest.raises(UnreadableCheckpointError, match="ends before the last byte of x"):
         CheckpointReader(parts[3].parent).read("x")
     found, rejected = newest_that_verifies(tmp_path)
     assert found.step == 1
     reasons = {info.step: reason for info, reason in rejected}
-    assert "is damaged: no step, files, variables" in reasons[5]
+    assert "is damaged: no step, files;" in reasons[5]
     assert "part-00000.safetensors cannot be read: No such file" in reasons[4]
     assert "bytes, its manifest says" in reasons[3]
     assert "has format_version 99, this tfbig reads 1" in reasons[2]

@@ -420,10 +420,10 @@ def test_the_manifest_says_what_went_in(data_folder, corpus):
     ("changes", "problem"),
     [
         ({"sequence_length": 0}, "--sequence_length=0 must be at least 1"),
-        ({"validation_fraction": 1.0}, "their sum is below 1"),
-        ({"validation_fraction": 0.6, "test_fraction": 0.5}, "their sum is below 1"),
+        ({"validation_fraction": 1.0}, "whose sum is below 1"),
+        ({"validation_fraction": 0.6, "test_fraction": 0.5}, "whose sum is below 1"),
         ({"test_fraction": -0.1}, "at least 0"),
-        ({"validation_fraction": float("nan")}, "their sum is below 1"),
+        ({"validation_fraction": float("nan")}, "whose sum is below 1"),
         ({"seed": -1}, "--seed=-1 must lie between"),
         ({"vocab_size": 100}, "--vocab_size=100 is too small"),
         ({"shard_bytes": 50}, "--shard_bytes=50 is less than one row"),

@@ -9,6 +9,7 @@ import pytest
 from tfbig import train
 from tfbig.errors import UserError
 from tfbig.profile_config import parse_steps
+from tfbig.profiler.capture import CaptureHook
 from tfbig.profiler.clock_offset import offset_between
 from tfbig.profiler.event_writer import EventWriter
 from tfbig.profiler.host_metrics import HostMetrics, Metric, find_limits, parse_cores
@@ -54,6 +55,20 @@ def test_the_step_table_agrees_with_the_metrics(measured_run):
         assert abs(row["start"] + row["seconds"] - record["time"]) < 5
     description = describe_rank(measured_run / "profiler-output", 0)
     assert description["clock_offset_seconds"] == 0 and description["node_id"] == "algo-1"
+
+
+def test_a_capture_whose_step_failed_leaves_the_profiler_to_the_next_run(tmp_path, capsys):
+    failed = CaptureHook(tmp_path / "failed", 0, [range(1, 2)])
+    failed.on_sample_begin(1)
+    second = CaptureHook(tmp_path / "second", 0, [range(1, 2)])
+    second.on_sample_begin(1)  # the process has one profiler, and the failed run holds it
+    assert "no more steps are captured" in capsys.readouterr().err and not second.samples(1)
+    failed.close()
+    third = CaptureHook(tmp_path / "third", 0, [range(1, 2)])
+    third.on_sample_begin(1)
+    third.on_sample_end(1)
+    third.close()
+    assert not capsys.readouterr().err and list((tmp_path / "third").rglob("*.xplane.pb"))
 
 
 def test_a_captured_step_is_split_without_a_rest(measured_run):

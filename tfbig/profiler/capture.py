@@ -59,17 +59,30 @@ class CaptureHook(Hook):
         self._spans = spans
 
     def on_sample_end(self, step: int) -> None:
+        if (folder := self._stop()) is not None:
+            try:
+                self._note(folder, step)
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Ends a capture whose step failed: a process has one profiler, the next run needs it."""
+        self._stop()
+
+    def _stop(self) -> Path | None:
+        """Ends the capture under way; returns its folder, None where nothing was captured."""
         if self._folder is None:
-            return
+            return None
         import tensorflow as tf
 
         folder, self._folder = self._folder, None
         self._trace.__exit__(None, None, None)
         try:
             tf.profiler.experimental.stop()
-            self._note(folder, step)
         except (OSError, tf.errors.OpError) as error:
             self._give_up(error)
+            return None
+        return folder
 
     def _note(self, folder: Path, step: int) -> None:
         captures = sorted(folder.rglob("*.xplane.pb"))

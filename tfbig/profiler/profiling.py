@@ -102,5 +102,7 @@ def _hooks(
     if steps:
         from tfbig.profiler.capture import CaptureHook
 
-        hooks.append(CaptureHook(profiler_dir, trainer.rank, steps))
+        capture = CaptureHook(profiler_dir, trainer.rank, steps)
+        closing.callback(capture.close)
+        hooks.append(capture)
     return hooks
