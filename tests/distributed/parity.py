@@ -10,6 +10,7 @@ import numpy as np
 from tests.distributed.launch import horovodrun, run
 
 WORKER = "tests/distributed/parity_worker.py"
+TRUE_VOCABULARY = 57  # of the worker's 61 ids
 Saw = dict[str, np.ndarray]
 
 

@@ -23,6 +23,7 @@ quiet_tensorflow()
 import tensorflow as tf  # noqa: E402
 
 import trainers  # noqa: E402
+from tests.distributed.parity import TRUE_VOCABULARY  # noqa: E402
 from tfbig.checkpoint_format import Slice  # noqa: E402
 from tfbig.config import Config, ModelConfig, replace_fields  # noqa: E402
 from tfbig.model.initialization import initial_value  # noqa: E402
@@ -33,6 +34,7 @@ from trainers.replica import ReplicaTrainer  # noqa: E402
 MODEL = {"vocab_size": 61, "max_length": 16, "embed_dim": 32, "num_layers": 2, "num_heads": 4}
 # 4 replicas x 4 microbatches x 3 rows, and 3 replicas x 16.
 GLOBAL_BATCH, LENGTH, NUM_SOURCES = 48, 16, 3
+assert TRUE_VOCABULARY < MODEL["vocab_size"], "the rest pads the embedding"
 
 
 def make_config(case: dict) -> Config:
@@ -61,7 +63,8 @@ def global_batch(step: int) -> dict[str, np.ndarray]:
 
 def local_batch(trainer, step: int) -> dict[str, tf.Tensor]:
     rows = GLOBAL_BATCH // trainer.data_size
-    part = slice(trainer.data_rank * rows, (trainer.data_rank + 1) * rows)
+    rank = getattr(trainer, "fed_rank", trainer.data_rank)
+    part = slice(rank * rows, (rank + 1) * rows)
     return {name: tf.constant(value[part]) for name, value in global_batch(step).items()}
 
 
@@ -80,8 +83,17 @@ def break_on_purpose(trainer, fault: str) -> None:
             return tf.split(flat, group.size)[group.rank]
 
         group.reduce_scatter = own_slice
-    elif fault == "same_rows":  # every replica of a process takes the first one's
+    elif fault == "same_rows":  # every replica takes the first one's
         trainer._part = lambda batch: microbatch(batch, 0, trainer.num_local)
+        trainer.fed_rank = 0
+    elif fault == "local_sample_index":  # dropout is keyed by the row of a replica, not of the run
+        take = trainer._part
+
+        def renumbered(batch):
+            rows = take(batch)
+            return rows | {"sample_index": tf.range(len(rows["tokens"]), dtype=tf.int64)}
+
+        trainer._part = renumbered
     elif fault == "mean_of_means":
         plain = trainer._gradients
 
@@ -150,7 +162,7 @@ def break_pipeline(trainer, fault: str) -> None:
 def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
     config = make_config(case)
     trainer = trainers.trainer_class(config.parallel.strategy)(config)
-    trainer.build(num_sources=NUM_SOURCES)
+    trainer.build(num_sources=NUM_SOURCES, vocab_size=TRUE_VOCABULARY)
     break_on_purpose(trainer, case.get("break", ""))
     saw: dict[str, np.ndarray] = {"size": np.array(trainer.size)}
 
@@ -296,6 +308,7 @@ def placement(trainer) -> dict[str, np.ndarray]:
     first_state = trainer._locals[0].state()
     names = [sorted({v.device for v in local.state().values()}) for local in trainer._locals]
     return {
+        "devices_of_rank": np.array(trainer.agree(int(own_devices(trainer, names)), "sum")),
         "variable_devices": np.array([";".join(devices) for devices in names]),
         "product_devices": np.array(sorted(products)),
         "products": np.array([products[device] for device in sorted(products)]),
@@ -308,6 +321,16 @@ def placement(trainer) -> dict[str, np.ndarray]:
             ]
         ),
     }
+
+
+def own_devices(trainer, names: list[list[str]]) -> bool:
+    """Returns whether each replica's variables are on a device of its own, of this process."""
+    process = "worker" if trainer.config.parallel.strategy == "multi_worker" else "localhost"
+    expected = [
+        [f"/job:{process}/replica:0/task:{trainer.rank}/device:CPU:{index}"]
+        for index in range(trainer.num_local)
+    ]
+    return names == expected
 
 
 def decode(trainer) -> np.ndarray:
