@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.distributed.parity import Saw, largest_error, run_cases
+from tests.distributed.parity import Saw, largest_error, overall_error, run_cases
 
 TOLERANCE = 1e-5
 # No clipping: a gradient that is clipped to a norm hides a wrong scale.
@@ -23,7 +23,12 @@ CASES = {
     "sgd": (SGD, {}, {"tape": TAPE, "buckets": BUCKETS}),
     "adamw": (ADAMW, UNTIED, {"tape": TAPE}),
     "wide": (SGD, WIDE, {"buckets": BUCKETS}),
-    "accumulated": (CLIPPED, DROPOUT, {"buckets": {"strategy": "horovod", "microbatches": 2}}),
+    "accumulated": (
+        {**CLIPPED, "ema_decay": 0.5, "layer_grad_norms": True},
+        DROPOUT,
+        {"buckets": {"strategy": "horovod", "microbatches": 2, "jit_compile": True}},
+    ),
+    "float16": ({**SGD, **FLOAT16}, {}, {"buckets": BUCKETS}),
 }
 ALSO_ON_3 = ("sgd", "adamw")
 FAULTS = ("missing_allreduce", "mean_of_means")
@@ -72,7 +77,7 @@ def saw(tmp_path_factory) -> dict[tuple[int, str], Saw]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "num_processes, name, kind",
-    [(2, n, k) for n, (_, _, kinds) in CASES.items() for k in kinds]
+    [(2, n, k) for n, (_, _, kinds) in CASES.items() for k in kinds if n != "float16"]
     + [(3, n, k) for n in ALSO_ON_3 for k in CASES[n][2]],
 )
 def test_horovod_equals_single(saw, num_processes, name, kind):
@@ -88,6 +93,23 @@ def test_horovod_equals_single(saw, num_processes, name, kind):
             result[f"sources/{step}"], reference[f"sources/{step}"], rtol=TOLERANCE
         )
     np.testing.assert_allclose(result["evaluation"], reference["evaluation"], rtol=1e-4, atol=1e-4)
+    if name == "accumulated":  # compiled there, with averages and norms by layer
+        averaged = result["averaged_evaluation"]
+        np.testing.assert_allclose(averaged, reference["averaged_evaluation"], rtol=1e-4, atol=1e-4)
+        assert np.abs(averaged[0] - result["evaluation"][0]).max() > 1e-4, "an average of its own"
+        norms = reference["layer_grad_norms"]
+        assert norms.shape == (4,) and norms.min() > 0
+        np.testing.assert_allclose(result["layer_grad_norms"], norms, rtol=1e-4)
+
+
+@pytest.mark.distributed
+def test_float16_takes_its_steps_and_errs_at_most_twice_as_much(saw):
+    exact, alone, two = saw[1, "sgd"], saw[1, "float16"], saw[2, "float16_buckets"]
+    assert alone["applied"].tolist() == [1] * 3 and two["applied"].tolist() == [2] * 3
+    assert two["loss_scale"] == alone["loss_scale"] == 1024
+    allowed = 2 * overall_error(alone, exact, "state/")
+    assert 0 < allowed < 0.1, "float16 is really used, and works"
+    assert overall_error(two, exact, "state/") < allowed
 
 
 @pytest.mark.distributed
