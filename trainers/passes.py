@@ -52,6 +52,9 @@ class Passes:
         self._num_outputs = len(both.outputs)
         forward = wrapped.prune(inputs, [*both.outputs, *kept])
         backward = wrapped.prune([*inputs, *kept, upstream], both.gradients)
+        # TensorFlow copies what leads to an input, too; of that, collectives would run once more.
+        num_inputs = len(inputs) + len(kept) + 1
+        backward = backward.prune(backward.inputs[:num_inputs], list(backward.outputs))
         self.graphs = (forward.graph, backward.graph)  # to look into
         self._forward = flat_function(forward, _specs(inputs), jit_compile)
         self._backward = flat_function(backward, _specs([*inputs, *kept, upstream]), jit_compile)
@@ -118,7 +121,8 @@ class _Both:
             tensor = pending.pop()
             if tensor.ref() in known:
                 continue
-            if tensor.op.type in REPEATED:
+            # What an operation waits for would be made again with it: then it is kept.
+            if tensor.op.type in REPEATED and not tensor.op.control_inputs:
                 pending += tensor.op.inputs
             else:
                 # All of an operation's results: pruning stops at operations, not at tensors.

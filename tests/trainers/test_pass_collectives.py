@@ -2,11 +2,13 @@
 
 import functools
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.distributed.parity_worker import local_batch, make_config
 from tfbig.model.gpt import GPT
+from trainers.passes import Passes
 from trainers.pipeline_stage import Chunk
 from trainers.tensor_parallel import TensorParallel
 
@@ -51,3 +53,28 @@ def test_backward_repeats_only_the_sums_that_it_reads(mode, repeated):
     plain, found = count("none"), count(mode)
     assert plain[0] == found[0] and plain[0] > 2 * LAYERS
     assert found[1] - plain[1] == repeated * LAYERS
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_backward_runs_no_collective_of_forward_again(waits):
+    """What is kept was made by one, or waits for one, as where it is timed."""
+
+    def function(x, weight):
+        drawn = tf.random.uniform([4])  # stateful, as our build's collectives are: it always runs
+        with tf.control_dependencies([drawn] if waits else []):
+            x = tf.identity(x)
+        return [tf.tanh(x * weight * drawn + drawn)]
+
+    spec = tf.TensorSpec([4], tf.float32)
+    passes = Passes(function, [spec, spec], 2, spec)
+    forward, backward = (
+        [operation.type for operation in graph.get_operations()] for graph in passes.graphs
+    )
+    assert forward.count("RandomUniform") == 1 and "RandomUniform" not in backward
+    x, weight = tf.range(4.0), tf.ones([4])
+    results, kept = passes.forward([x, weight])
+    gradients = passes.backward([x, weight], kept, tf.ones([4]))
+    drawn = np.arctanh(results[0].numpy()) / (x.numpy() + 1)
+    slope = 1 - results[0].numpy() ** 2
+    np.testing.assert_allclose(gradients[0], slope * drawn, rtol=1e-4)
+    np.testing.assert_allclose(gradients[1], slope * drawn * x.numpy(), rtol=1e-4)
