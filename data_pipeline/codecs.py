@@ -16,6 +16,7 @@ from tfbig.errors import UserError
 
 CODECS = (".zst", ".gz", ".bz2", ".xz")
 _READ_BYTES = 1 << 18
+_FRAME_BYTES = 1 << 20  # that a zst frame hands out at a time
 
 
 class _Decompressor(Protocol):
@@ -203,7 +204,7 @@ def decompress(chunks: Iterator[bytes], codec: str, name: str) -> Iterator[bytes
 def _decompressor(codec: str) -> _Decompressor:
     if codec == ".zst":
         # Frames of lm_dataformat and of `zstd --long` may need windows beyond the default 128 MiB.
-        return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(_FRAME_BYTES)
     if codec == ".gz":
         return zlib.decompressobj(wbits=31)
     return bz2.BZ2Decompressor() if codec == ".bz2" else lzma.LZMADecompressor()
@@ -218,17 +219,23 @@ def _damaged(name: str, codec: str, why: str) -> UserError:
 
 def split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Yields lines, ended by newline alone: U+2028 and the like may stand inside a record."""
+    for block in line_blocks(chunks):
+        yield from block
+
+
+def line_blocks(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
+    """Yields the lines of `split_lines`, those of a chunk together."""
     pieces: list[bytes] = []  # of a line that spans chunks; joined once, however long it is
     for chunk in chunks:
-        first, *rest = chunk.split(b"\n")
-        pieces.append(first)
-        if rest:
-            yield b"".join(pieces)
-            yield from rest[:-1]
-            pieces = [rest[-1]]
+        lines = chunk.split(b"\n")
+        pieces.append(lines[0])
+        if len(lines) > 1:
+            lines[0] = b"".join(pieces)
+            pieces = [lines.pop()]
+            yield lines
     last = b"".join(pieces)
     if last:
-        yield last
+        yield [last]
 
 
 class ForwardFile:

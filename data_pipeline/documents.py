@@ -8,6 +8,7 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from data_pipeline.input_files import UNNAMED_SOURCE, RecordFormat
@@ -23,6 +24,7 @@ _PILE_ALIASES = {
     "CommonCrawl": "Pile-CC",
     "USPTO": "USPTO Backgrounds",
 }
+SPLITS = ("validation", "test", "train")
 SURROGATE = "lone surrogate replaced by U+FFFD"
 
 
@@ -70,15 +72,24 @@ class Filters:
     max_characters: int = 0
     excluded_sources: tuple[str, ...] = ()
 
-    def objection(self, document: Document) -> str:
-        """Returns why a document is left out, "" when it is not."""
-        size = len(document.text) + len(document.prompt)
-        if size < self.min_characters:
+    @property
+    def take_all(self) -> bool:
+        """Whether no document is left out."""
+        return self == Filters()
+
+    def objection(self, num_characters: int, source: str) -> str:
+        """Returns why a document is left out, "" when it is not.
+
+        Args:
+          num_characters: of its text and its prompt.
+          source: its source's name.
+        """
+        if num_characters < self.min_characters:
             return f"filtered: shorter than {self.min_characters} characters"
-        if self.max_characters and size > self.max_characters:
+        if self.max_characters and num_characters > self.max_characters:
             return f"filtered: longer than {self.max_characters} characters"
-        if document.source in self.excluded_sources:
-            return f"filtered: of {document.source}"
+        if source in self.excluded_sources:
+            return f"filtered: of {source}"
         return ""
 
 
@@ -138,10 +149,15 @@ def document_key(text: str) -> int:
 
 def split_of(key: int, validation_fraction: float, test_fraction: float) -> str:
     """Returns the split of a document; equal texts are always in the same one."""
-    place = key / 2.0**64
-    if place < validation_fraction:
-        return "validation"
-    return "test" if place < validation_fraction + test_fraction else "train"
+    found = splits_of(np.array([key], np.uint64), validation_fraction, test_fraction)
+    return SPLITS[int(found[0])]
+
+
+def splits_of(keys: np.ndarray, validation_fraction: float, test_fraction: float) -> np.ndarray:
+    """Returns the split of each of keys (n,) uint64, as an index into SPLITS."""
+    places = keys / 2.0**64
+    edges = validation_fraction, validation_fraction + test_fraction
+    return np.searchsorted(edges, places, side="right")  # (n,)
 
 
 def parse_json(line: bytes) -> Any:
@@ -171,7 +187,7 @@ def to_document(value: Any, record_format: RecordFormat, counts: ReadCounts) -> 
       BadRecord: the record is unfit.
     """
     prompt = ""
-    if record_format.prompt or record_format.completion:
+    if record_format.has_prompts:
         prompt = _text_of(value, record_format.prompt or "prompt")
         text = _text_of(value, record_format.completion or "completion")
     else:
@@ -214,11 +230,16 @@ def _text_of(value: Any, path: str) -> str:
 
 
 def source_of(value: Any, record_format: RecordFormat) -> str:
-    if record_format.source:
-        found = _field(value, record_format.source)
-        if isinstance(found, str) and found:
-            is_pile = record_format.source == RecordFormat.source
-            return _PILE_ALIASES.get(found, found) if is_pile else found
+    """Returns the source of a record."""
+    found = _field(value, record_format.source) if record_format.source else None
+    return known_source(found, record_format)
+
+
+def known_source(found: Any, record_format: RecordFormat) -> str:
+    """Returns the source of a record that has `found` in the field of its source."""
+    if isinstance(found, str) and found:
+        is_pile = record_format.source == RecordFormat.source
+        return _PILE_ALIASES.get(found, found) if is_pile else found
     return record_format.name or UNNAMED_SOURCE
 
 
@@ -238,7 +259,8 @@ def filtered(
 ) -> Iterator[Document]:
     """Yields the documents that are wanted; the others are counted as skipped."""
     for document in documents:
-        objection = filters.objection(document)
+        size = len(document.text) + len(document.prompt)
+        objection = filters.objection(size, document.source)
         if objection:
             counts.skipped[objection] += 1
             counts.documents -= 1

@@ -23,7 +23,9 @@ Encoded = tuple[np.ndarray, np.ndarray]  # ids (n,), lengths of the texts (m,)
 
 
 class _Backend(Protocol):
-    def __call__(self, texts: Sequence[str], num_threads: int) -> Encoded: ...
+    def __call__(
+        self, texts: Sequence[str], num_threads: int, data: Sequence[bytes] | None
+    ) -> Encoded: ...
 
 
 class TokenEncoder:
@@ -50,14 +52,17 @@ class TokenEncoder:
         self._candidates = list(BACKENDS) if wanted == "auto" else [wanted]
         self._use_next(wanted != "auto")
 
-    def encode(self, texts: Sequence[str], num_threads: int = 1) -> Encoded:
+    def encode(
+        self, texts: Sequence[str], num_threads: int = 1, data: Sequence[bytes] | None = None
+    ) -> Encoded:
         """Returns the ids of all texts in a row, (n,) of the tokenizer's dtype, and their lengths.
 
         Args:
           texts: documents.
           num_threads: that encode at the same time.
+          data: the same in UTF-8, where it is at hand.
         """
-        ids, lengths = self._backend(texts, num_threads)
+        ids, lengths = self._backend(texts, num_threads, data)
         return ids.astype(self._tokenizer.dtype, copy=False), lengths
 
     def check(self, texts: Sequence[str]) -> str:
@@ -119,8 +124,10 @@ def _gigatoken_backend(tokenizer: Tokenizer) -> _Backend:
     except Exception as error:  # of its own; what it loads and yet reads otherwise, `check` finds
         raise UserError(f"gigatoken does not read this tokenizer.json: {error}") from None
 
-    def encode(texts: Sequence[str], num_threads: int) -> Encoded:
-        layout = core.encode_batch(list(texts), parallel=num_threads > 1).layout
+    def encode(texts: Sequence[str], num_threads: int, data: Sequence[bytes] | None) -> Encoded:
+        # A third faster from bytes than from strings.
+        found = [text.encode() for text in texts] if data is None else list(data)
+        layout = core.encode_batch(found, parallel=num_threads > 1).layout
         offsets = np.asarray(layout.offsets.data)
         return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
 
@@ -139,6 +146,8 @@ def _tiktoken_backend(tokenizer: Tokenizer) -> _Backend:
     )
 
     def encode_segments(texts: list[str], num_threads: int) -> list[Any]:
+        if num_threads == 1:  # without a pool of one thread
+            return list(map(core.encode_ordinary, texts))
         return core.encode_ordinary_batch(texts, num_threads=num_threads)
 
     return _by_segments(encode_segments, cut=True)
@@ -153,13 +162,14 @@ def _library_backend(tokenizer: Tokenizer) -> _Backend:
 
 
 def _by_segments(encode_segments: Any, cut: bool) -> _Backend:
-    def encode(texts: Sequence[str], num_threads: int) -> Encoded:
+    def encode(texts: Sequence[str], num_threads: int, data: Sequence[bytes] | None) -> Encoded:
         segments, counts = [], []
         for text in texts:
             parts = split_long(text) if cut else [text]
             segments += parts
             counts.append(len(parts))
-        found = [np.array(ids, np.int32) for ids in encode_segments(segments, num_threads)]
+        lists = encode_segments(segments, num_threads)
+        found = [np.fromiter(ids, np.int32, len(ids)) for ids in lists]
         sizes = np.array([len(ids) for ids in found], np.int64)
         starts = np.cumsum([0, *counts])
         totals = np.concatenate([[0], np.cumsum(sizes)])

@@ -46,6 +46,11 @@ class RecordFormat:
     completion: str = ""
     chat: str = ""
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a record is a prompt and what follows it."""
+        return bool(self.prompt or self.completion)
+
 
 @dataclass(frozen=True)
 class InputFile:

@@ -58,7 +58,7 @@ def parquet_records(item: InputFile, start: int, stop: int) -> Iterator[tuple[st
     file, pyarrow = _open(item), _pyarrow()
     record_format = item.format
     fields = [record_format.text, record_format.source, record_format.prompt]
-    if record_format.prompt or record_format.completion:
+    if record_format.has_prompts:
         fields = [record_format.prompt, record_format.completion, record_format.source]
     if record_format.chat:
         fields = [record_format.chat, record_format.source]

@@ -71,8 +71,9 @@ def prepare(config: PrepareConfig, say: Say | None = None) -> Path:
     say = say or (lambda text: print(text, flush=True))
     _check_options(config)
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
+    encoder = None
     if tokenizer and config.encoder != "auto":
-        TokenEncoder(tokenizer, config.encoder)
+        encoder = TokenEncoder(tokenizer, config.encoder)
     settings = _settings(config, tokenizer)
     folder = Path(
         config.data or default_folder(config.source, config.vocab_size, config.sequence_length)
@@ -89,7 +90,7 @@ def prepare(config: PrepareConfig, say: Say | None = None) -> Path:
             finish_building(folder)
             say(f"{folder} is already prepared")
         else:
-            _build(config, settings, folder, tokenizer, say)
+            _build(config, settings, folder, tokenizer, encoder, say)
     except OSError as error:
         if error.errno in _NO_ROOM_OR_RIGHT:
             raise UserError(
@@ -215,6 +216,7 @@ def _build(
     settings: dict[str, Any],
     folder: Path,
     tokenizer: Tokenizer | None,
+    encoder: TokenEncoder | None,
     say: Say,
 ) -> None:
     """Takes part in the making of the folder, with as many processes as are worth it."""
@@ -232,7 +234,7 @@ def _build(
         num_bytes = sum(item.num_bytes for item in inputs)
         say(f"preparing {folder} from {len(inputs):,} files ({num_bytes / 1e6:,.1f} MB)")
         workers = min(config.workers or num_cores(), plan.num_tasks())
-        stages = Stages(plan, folder, max(1, num_cores() // workers), say, tokenizer)
+        stages = Stages(plan, folder, max(1, num_cores() // workers), say, tokenizer, encoder)
         with _helpers(folder, workers - 1, say):
             stages.run()
     say(f"{folder} is ready ({time.perf_counter() - start:.1f} s in all)")

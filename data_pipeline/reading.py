@@ -3,7 +3,7 @@
 import os
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,13 +15,17 @@ from data_pipeline.codecs import (
     ForwardFile,
     codec_of,
     decompress,
+    line_blocks,
     open_binary,
     split_lines,
 )
+from data_pipeline.document_batch import DocumentBatch, grouped, joined, plain_batch, wanted
 from data_pipeline.documents import (
     BadRecord,
     Document,
+    Filters,
     ReadCounts,
+    filtered,
     parse_json,
 )
 from data_pipeline.input_files import InputFile, suffix_form
@@ -80,6 +84,7 @@ class PieceReader:
         start, stop = (0, -1) if piece.part else (piece.start, piece.stop)
         self._path, self._codec = path, ".zst" if piece.part else item.codec
         self._bytes = ByteReader(path, start, stop)
+        self._form = "lines" if piece.part else item.form
         self.sha256 = ""
 
     @property
@@ -87,8 +92,34 @@ class PieceReader:
         return self._bytes.num_bytes
 
     def __iter__(self) -> Iterator[Document]:
+        yield from self._documents(self._records())
+        self._hash()
+
+    def batches(self, filters: Filters) -> Iterator[DocumentBatch]:
+        """Yields the documents that are wanted, as iterating and `filtered` do, in columns."""
+        yield from joined(self._parts(filters))
+        self._hash()
+
+    def _parts(self, filters: Filters) -> Iterator[DocumentBatch]:
+        item, piece, counts = self._item, self._piece, self._counts
+        if self._form != "lines":
+            yield from grouped(filtered(self._documents(self._records()), filters, counts))
+            return
+        number, fits = piece.first_record, not (item.format.has_prompts or item.format.chat)
+        for lines in line_blocks(self._contents()):
+            batch = plain_batch(lines, item.format) if fits else None
+            if batch is None:
+                one_by_one = self._documents(_line_records(lines, number))
+                batch = DocumentBatch.of(list(filtered(one_by_one, filters, counts)))
+            else:
+                counts.documents += len(batch.texts)
+                batch = wanted(batch, filters, counts)
+            number += len(lines)
+            yield batch
+
+    def _documents(self, records: Iterable[tuple[str, Any]]) -> Iterator[Document]:
         counts, item = self._counts, self._item
-        for place, value in self._records():
+        for place, value in records:
             try:
                 if isinstance(value, BadRecord):
                     raise value
@@ -99,6 +130,9 @@ class PieceReader:
             for document in documents:
                 counts.documents += 1
                 yield document
+
+    def _hash(self) -> None:
+        item = self._item
         if self._piece.is_whole:
             if self._bytes.num_bytes:
                 self.sha256 = self._bytes.sha256
@@ -119,16 +153,17 @@ class PieceReader:
         elif item.form == "zip":
             yield from _zip_records(self._path, item.name)
         else:
-            chunks = decompress(iter(self._bytes), self._codec, item.name)
-            form = "lines" if piece.part else item.form
-            yield from _stream_records(form, chunks, item, piece.first_record)
+            yield from _stream_records(self._form, self._contents(), item, piece.first_record)
+
+    def _contents(self) -> Iterator[bytes]:
+        return decompress(iter(self._bytes), self._codec, self._item.name)
 
 
 def _stream_records(
     form: str, chunks: Iterator[bytes], item: InputFile, first_record: int = 1
 ) -> Iterator[tuple[str, Any]]:
     if form == "lines":
-        yield from _line_records(chunks, first_record)
+        yield from _line_records(split_lines(chunks), first_record)
     elif form == "json":
         yield from _json_records(chunks, item.name)
     elif form == "text":
@@ -141,8 +176,8 @@ def _stream_records(
         raise AssertionError(form)
 
 
-def _line_records(chunks: Iterator[bytes], first_record: int) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(split_lines(chunks), first_record):
+def _line_records(lines: Iterable[bytes], first_record: int) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(lines, first_record):
         if number == 1 and line.startswith(_BYTE_ORDER_MARK):
             line = line[len(_BYTE_ORDER_MARK) :]
         try:
@@ -168,7 +203,7 @@ def _json_records(chunks: Iterator[bytes], name: str) -> Iterator[tuple[str, Any
             break
     everything = _chained(start, chunks)
     if start.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] != b"[":
-        yield from _line_records(everything, 1)
+        yield from _line_records(split_lines(everything), 1)
         return
     try:
         found = parse_json(b"".join(everything).removeprefix(_BYTE_ORDER_MARK))

@@ -162,11 +162,10 @@ class ShardWriter:
         records = np.empty((num_rows, layout.stride), np.uint8)
         records[:] = layout.template
         for feature in layout.features:
-            values = np.ascontiguousarray(features[feature.name], feature.dtype)
+            values, offset = features[feature.name], layout.offsets[feature.name]
             assert values.shape == (num_rows, feature.length)
-            payload = values.view(np.uint8)  # (n, length * itemsize)
-            offset = layout.offsets[feature.name]
-            records[:, offset : offset + payload.shape[1]] = payload
+            end = offset + np.dtype(feature.dtype).itemsize * feature.length
+            records[:, offset:end].view(feature.dtype)[:] = values  # (n, length)
         begin, end = _LENGTH_BYTES + _CRC_BYTES, layout.stride - _CRC_BYTES
         checksums = masked_crc32c([record[begin:end].tobytes() for record in records])
         records[:, end:] = checksums.view(np.uint8).reshape(num_rows, _CRC_BYTES)  # (n, 4)

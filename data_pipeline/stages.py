@@ -16,6 +16,7 @@ from data_pipeline.account import (
 )
 from data_pipeline.building import finish_building, remove_other_shards
 from data_pipeline.duplicates import mark_duplicates
+from data_pipeline.encoders import TokenEncoder
 from data_pipeline.plan import Plan, split_input
 from data_pipeline.progress import shown
 from data_pipeline.reading import Piece
@@ -46,6 +47,7 @@ class Stages:
       num_threads: that encode at the same time.
       say: is handed messages; None means another process of this machine says them.
       known_tokenizer: the given one where it is loaded already.
+      known_encoder: of that one, where there is one already.
     """
 
     plan: Plan
@@ -53,6 +55,7 @@ class Stages:
     num_threads: int
     say: Say | None
     known_tokenizer: Tokenizer | None = None
+    known_encoder: TokenEncoder | None = None
 
     def __post_init__(self) -> None:
         self.work = WorkFolder(self.folder)
@@ -135,8 +138,9 @@ class Stages:
     ) -> dict[str, Result]:
         by_item = dict(zip(items, chunks, strict=True))
         sizes = {item: sum(map(self._size, pieces)) for item, pieces in by_item.items()}
+        known = self.known_encoder if tokenizer is self.known_tokenizer else None
         perform = ChunkTokenizer(
-            self.plan, by_item, self.folder, self.work, tokenizer, self.num_threads
+            self.plan, by_item, self.folder, self.work, tokenizer, self.num_threads, known
         )
         with shown("tokenizing", sizes, self.work, self.say):
             found = dict(zip(items, self.work.run(items, perform), strict=True))

@@ -24,11 +24,12 @@ _BATCH_TOKENS = 1 << 22
 class TokenBatch(NamedTuple):
     """Documents of one file, as the tokenizing stage takes them."""
 
+    names: list[tuple[str, str]]  # split ("" where the hash decides) and source
+    name_of: np.ndarray  # (m,) index into `names` of each document
+    digests: np.ndarray  # (m, 2) uint64, key and check
+    num_bytes: np.ndarray  # (m,)
     ids: np.ndarray  # (n,) without end-of-text
     lengths: np.ndarray  # (m,)
-    parts: list[tuple[str, str]]  # (m) split ("" where the hash decides) and source
-    digests: list[tuple[int, int]]
-    num_bytes: np.ndarray  # (m,)
 
 
 def find_token_files(form: str, path: str, record_format: RecordFormat) -> list[InputFile]:
@@ -176,15 +177,22 @@ def _batch(item: InputFile, documents: list[np.ndarray], tokenizer: Tokenizer) -
             "was made with another tokenizer, or its index is wrong."
         )
     lengths = np.array([len(document) for document in documents], np.int64)
-    sizes = np.concatenate([[0], np.cumsum(tokenizer.num_bytes_of_token[ids])])
-    ends = np.cumsum(lengths)
+    digests = [digest_of(document.astype("<i4").tobytes()) for document in documents]
     return TokenBatch(
+        [(item.split, item.format.name)],
+        np.zeros(len(documents), np.int64),
+        np.array(digests, np.uint64).reshape(-1, 2),  # (m, 2)
+        _text_bytes(ids, lengths, tokenizer),
         ids.astype(tokenizer.dtype),
         lengths,
-        [(item.split, item.format.name)] * len(documents),
-        [digest_of(document.astype("<i4").tobytes()) for document in documents],
-        sizes[ends] - sizes[ends - lengths],
     )
+
+
+def _text_bytes(ids: np.ndarray, lengths: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the bytes of text (m,) of documents."""
+    sizes = np.concatenate([[0], np.cumsum(tokenizer.num_bytes_of_token[ids], dtype=np.int64)])
+    ends = np.cumsum(lengths)
+    return sizes[ends] - sizes[ends - lengths]
 
 
 def _check_ids(ids: np.ndarray, item: InputFile, tokenizer: Tokenizer) -> None:
@@ -218,13 +226,11 @@ def _read_store(item: InputFile, piece: Piece, tokenizer: Tokenizer) -> Iterator
         ids = store.tokens[store.starts[first] : store.ends[last - 1]][kept]
         _check_ids(ids, item, tokenizer)
         part = np.searchsorted(firsts, np.arange(first, last), side="right") - 1
-        sizes = np.concatenate([[0], np.cumsum(tokenizer.num_bytes_of_token[ids])])
-        ends = np.cumsum(lengths)
-        columns = store.keys[first:last].tolist(), store.checks[first:last].tolist()
         yield TokenBatch(
+            names,
+            part,
+            np.stack([store.keys[first:last], store.checks[first:last]], axis=1),
+            _text_bytes(ids, lengths, tokenizer),
             ids,
             lengths,
-            [names[k] for k in part],
-            list(zip(*columns, strict=True)),
-            sizes[ends] - sizes[ends - lengths],
         )

@@ -8,8 +8,9 @@ that are read but not learned.
 
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from itertools import chain, repeat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,6 +30,7 @@ _DTYPES: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 _HEADER = struct.Struct("<9sQBQQ")
+_BLOCK_TOKENS = 1 << 22  # that are written at a time
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -138,9 +140,9 @@ class TokenStore(IndexedTokens):
 
 def write_store(
     prefix: Path | str,
-    documents: Iterable[np.ndarray],
-    keys: np.ndarray,
-    checks: np.ndarray,
+    documents: Sequence[np.ndarray],
+    end_of_text_id: int,
+    digests: np.ndarray,
     dtype: np.dtype,
     prompts: np.ndarray | None = None,
 ) -> str:
@@ -148,24 +150,25 @@ def write_store(
 
     Args:
       prefix: path without suffix; its directory exists.
-      documents: ids of each, with its end-of-text.
-      keys: (n,) uint64.
-      checks: (n,) uint64.
+      documents: ids of each, without end-of-text.
+      end_of_text_id: is written behind each.
+      digests: (n, 2) uint64, key and check of each.
       dtype: of the stored ids.
       prompts: (n,) or None.
 
     Returns:
       The sha256 of the .bin.
     """
-    lengths: list[int] = []
-    digest = sha256()
+    lengths = np.fromiter(map(len, documents), np.int64, len(documents)) + 1
+    end, digest = np.array([end_of_text_id], dtype), sha256()
     with open(f"{prefix}.bin", "wb") as file:
-        for block in _blocks(documents, lengths):
-            data = np.concatenate(block).astype(dtype, copy=False).data
+        for first, last in _blocks(lengths):
+            pieces = chain.from_iterable(zip(documents[first:last], repeat(end), strict=False))
+            data = np.concatenate(list(pieces)).astype(dtype, copy=False).data
             file.write(data)
             digest.update(data)
         _sync(file)
-    columns = {"keys": keys.astype("<u8"), "checks": checks.astype("<u8")}
+    columns = {"keys": digests[:, 0].astype("<u8"), "checks": digests[:, 1].astype("<u8")}
     if prompts is not None:
         columns["prompts"] = prompts.astype("<i4")
     for suffix, values in columns.items():
@@ -173,23 +176,19 @@ def write_store(
         with open(f"{prefix}.{suffix}", "wb") as file:
             file.write(values.tobytes())
             _sync(file)
-    write_index(f"{prefix}.idx", np.array(lengths, np.int64), dtype)
+    write_index(f"{prefix}.idx", lengths, dtype)
     return digest.hexdigest()
 
 
-def _blocks(documents: Iterable[np.ndarray], lengths: list[int]) -> Iterable[list[np.ndarray]]:
-    """Groups documents, so that few writes are made; their lengths are added to `lengths`."""
-    block: list[np.ndarray] = []
-    size = 0
-    for document in documents:
-        block.append(document)
-        lengths.append(len(document))
-        size += len(document)
-        if size >= 1 << 22:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
+def _blocks(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yields ranges of documents of so many tokens that few writes are made."""
+    ends = np.cumsum(lengths)
+    first = 0
+    while first < len(lengths):
+        before = ends[first - 1] if first else 0
+        last = int(np.searchsorted(ends, before + _BLOCK_TOKENS)) + 1
+        yield first, last
+        first = last
 
 
 def _sync(file: BinaryIO) -> None:

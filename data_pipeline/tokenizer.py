@@ -147,8 +147,10 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.dtype = token_dtype(self.vocab_size)
         self._token_bytes, special = _bytes_of_tokens(self.description, vocabulary, name)
-        self.num_bytes_of_token = np.array([len(token) for token in self._token_bytes], np.int64)
-        self.num_bytes_of_token[special] = 0
+        sizes = np.array([len(token) for token in self._token_bytes], np.int64)
+        sizes[special] = 0
+        # As small as it can be: what is looked up again and again stays in a core's cache.
+        self.num_bytes_of_token = sizes.astype(np.min_scalar_type(int(sizes.max())))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
@@ -184,7 +186,8 @@ class Tokenizer:
         """Returns the bytes of text that ids stand for; special tokens stand for none."""
         flat = np.asarray(ids).reshape(-1)
         blocks = range(0, len(flat), _BLOCK_IDS)
-        return sum(int(self.num_bytes_of_token[flat[k : k + _BLOCK_IDS]].sum()) for k in blocks)
+        found = (self.num_bytes_of_token.take(flat[k : k + _BLOCK_IDS]) for k in blocks)
+        return sum(int(sizes.sum(dtype=np.int64)) for sizes in found)
 
     @cached_property
     def is_gpt2_like(self) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.documents import BadRecord, Document, Filters, ReadCounts, filtered, split_of
+from data_pipeline.document_batch import DocumentBatch
+from data_pipeline.documents import (
+    SPLITS,
+    BadRecord,
+    Filters,
+    ReadCounts,
+    filtered,
+    split_of,
+    splits_of,
+)
 from data_pipeline.encoders import TokenEncoder
 from data_pipeline.input_files import TOKEN_FORMS, InputFile
 from data_pipeline.permutation import hash_with_seed
@@ -24,7 +33,6 @@ from tfbig.errors import UserError
 
 STORE_FOLDER = "tokens"  # of the data folder
 PREFIX = "tokens"  # of a chunk's store
-_BATCH_CHARACTERS = 1 << 22  # text that is encoded at a time
 _TRAINING_CHARACTERS = 1 << 28  # text that a tokenizer is trained on at most
 
 Part = tuple[str, str]  # split, source
@@ -53,57 +61,79 @@ class ChunkStore:
     Args:
       tokenizer: whose ids these are.
       seed: of the shuffle.
+      fractions: of documents that are held out for validation and for the test.
       has_prompts: whether documents begin with tokens that are not learned.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, has_prompts: bool) -> None:
-        self._tokenizer, self._seed, self._has_prompts = tokenizer, seed, has_prompts
-        self._documents: list[np.ndarray] = []  # ids with end-of-text
-        self._parts: list[int] = []
-        self._digests: list[tuple[int, int]] = []
-        self._prompts: list[int] = []
+    def __init__(
+        self, tokenizer: Tokenizer, seed: int, fractions: tuple[float, float], has_prompts: bool
+    ) -> None:
+        self._tokenizer, self._seed, self._fractions = tokenizer, seed, fractions
+        self._has_prompts = has_prompts
+        self._documents: list[np.ndarray] = []  # ids without end-of-text
+        # One array a batch.
+        self._parts = [np.empty(0, np.int64)]
+        self._digests = [np.empty((0, 2), np.uint64)]
+        self._prompts = [np.empty(0, np.int64)]
         self._numbers: dict[Part, int] = {}
         self.counts: dict[Part, PartCounts] = {}
 
     def add(
         self,
-        parts: list[Part],
-        digests: list[tuple[int, int]],
-        num_bytes: list[int],
+        names: Sequence[Part],
+        name_of: np.ndarray,
+        digests: np.ndarray,
+        num_bytes: np.ndarray,
         ids: np.ndarray,
         lengths: np.ndarray,
-        prompts: list[int],
+        prompts: np.ndarray | None = None,
     ) -> None:
         """Appends documents.
 
         Args:
-          parts: split and source of each.
-          digests: key and check of each.
-          num_bytes: of each one's text.
+          names: split and source; a split of "" stands for the one that a document's key decides.
+          name_of: (m,) index into `names` of each document.
+          digests: (m, 2) uint64, key and check of each.
+          num_bytes: (m,) of each one's text.
           ids: (n,) of all, one after the other, without end-of-text.
-          lengths: of each.
-          prompts: leading tokens of each that are not learned.
+          lengths: (m,) of each.
+          prompts: (m,) leading tokens of each that are not learned; None means none.
         """
+        if not len(lengths):
+            return
         stops = np.cumsum(lengths)
-        with_ends = np.insert(ids, stops, ids.dtype.type(self._tokenizer.end_of_text_id))
-        ends = (stops + np.arange(1, len(stops) + 1)).tolist()
-        self._documents += [
-            with_ends[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)
-        ]
-        self._digests += digests
-        self._prompts += prompts
+        places = zip((stops - lengths).tolist(), stops.tolist(), strict=True)
+        self._documents += [ids[start:stop] for start, stop in places]
+        self._digests.append(digests)
+        self._prompts.append(np.zeros(len(lengths), np.int64) if prompts is None else prompts)
+        part_of = self._numbered(names, name_of, digests[:, 0])  # (m,)
+        self._parts.append(part_of)
+        found, which = np.unique(part_of, return_inverse=True)
+        columns = (np.ones_like(lengths), lengths + 1, num_bytes)
+        sums = np.zeros((len(found), len(columns)), np.int64)
+        np.add.at(sums, which, np.stack(columns, axis=1))
         bins = np.frexp(lengths + 1)[1] - 1  # floor(log2)
-        rows = zip(parts, num_bytes, lengths.tolist(), bins.tolist(), strict=True)
-        for part, size, length, place in rows:
-            counts = self.counts.get(part)
-            if counts is None:
-                counts = self.counts[part] = PartCounts()
-                self._numbers[part] = len(self._numbers)
-            self._parts.append(self._numbers[part])
-            counts.documents += 1
-            counts.tokens += length + 1
+        pairs, numbers = np.unique(which * 64 + bins, return_counts=True)
+        parts = list(self._numbers)
+        for number, (documents, tokens, size) in zip(found.tolist(), sums.tolist(), strict=True):
+            counts = self.counts.setdefault(parts[number], PartCounts())
+            counts.documents += documents
+            counts.tokens += tokens
             counts.bytes += size
-            counts.lengths[place] += 1
+        for pair, count in zip(pairs.tolist(), numbers.tolist(), strict=True):
+            self.counts[parts[int(found[pair // 64])]].lengths[pair % 64] += count
+
+    def _numbered(self, names: Sequence[Part], name_of: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Returns each document's part (m,), as a number that is the part's from now on."""
+        split_of = np.array([SPLITS.index(split) if split else -1 for split, _ in names])[name_of]
+        free = split_of < 0
+        split_of[free] = splits_of(keys[free], *self._fractions)
+        codes, which = np.unique(split_of * len(names) + name_of, return_inverse=True)
+        numbers = np.empty(len(codes), np.int64)
+        for place, code in enumerate(codes.tolist()):
+            part = SPLITS[code // len(names)], names[code % len(names)][1]
+            numbers[place] = self._numbers.setdefault(part, len(self._numbers))
+        return numbers[which]
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Writes the store and returns {"parts": ..., "sha256": of its tokens}.
@@ -114,17 +144,17 @@ class ChunkStore:
         names = sorted(self._numbers)
         rank = np.empty(len(names), np.int64)
         rank[[self._numbers[part] for part in names]] = np.arange(len(names))
-        part_of = rank[np.array(self._parts, np.int64)]  # (documents,)
-        digests = np.array(self._digests, np.uint64).reshape(-1, 2)  # (documents, 2)
+        part_of = rank[np.concatenate(self._parts)]  # (documents,)
+        digests = np.concatenate(self._digests)  # (documents, 2)
         places = hash_with_seed(self._seed, digests[:, 0])
         order = np.lexsort((places, part_of))  # stable: equal documents stay in their order
         digest = write_store(
             folder / PREFIX,
-            (self._documents[index] for index in order.tolist()),
-            digests[order, 0],
-            digests[order, 1],
+            [self._documents[index] for index in order.tolist()],
+            self._tokenizer.end_of_text_id,
+            digests[order],
             self._tokenizer.dtype,
-            np.array(self._prompts, np.int64)[order] if self._has_prompts else None,
+            np.concatenate(self._prompts)[order] if self._has_prompts else None,
         )
         firsts = np.searchsorted(part_of[order], np.arange(len(names) + 1))
         parts = [
@@ -153,6 +183,7 @@ class ChunkTokenizer:
       work: its work folder.
       tokenizer: of the folder.
       num_threads: that encode at the same time.
+      known_encoder: one of that tokenizer where there is one already.
     """
 
     plan: Plan
@@ -161,17 +192,19 @@ class ChunkTokenizer:
     work: WorkFolder
     tokenizer: Tokenizer
     num_threads: int
+    known_encoder: TokenEncoder | None = None
 
     @cached_property
     def encoder(self) -> TokenEncoder:
         """One for all chunks: it remembers pieces of text that it has seen."""
-        return TokenEncoder(self.tokenizer, self.plan.config.encoder)
+        return self.known_encoder or TokenEncoder(self.tokenizer, self.plan.config.encoder)
 
     def __call__(self, item: str) -> Result:
         """Tokenizes one chunk and commits its store."""
         config = self.plan.config
         encoder = self.encoder
-        store = ChunkStore(self.tokenizer, config.seed, has_prompts(config))
+        fractions = config.validation_fraction, config.test_fraction
+        store = ChunkStore(self.tokenizer, config.seed, fractions, has_prompts(config))
         start, encoding = time.perf_counter(), 0.0
         inputs, warnings = [], set()
         before = 0
@@ -183,9 +216,9 @@ class ChunkTokenizer:
             else:
                 reader = PieceReader(source, piece, counts, str(self.folder))
                 checked = False
-                for batch in _batches(filtered(iter(reader), filters(config), counts)):
+                for batch in reader.batches(filters(config)):
                     began = time.perf_counter()
-                    if not checked and (warning := encoder.check([d.text for d in batch])):
+                    if not checked and (warning := encoder.check(batch.texts)):
                         warnings.add(warning)
                     checked = True
                     self._add_batch(store, encoder, source, batch, counts)
@@ -219,65 +252,53 @@ class ChunkTokenizer:
         store: ChunkStore,
         encoder: TokenEncoder,
         source: InputFile,
-        batch: list[Document],
+        batch: DocumentBatch,
         counts: ReadCounts,
     ) -> None:
-        ids, lengths = encoder.encode([d.text for d in batch], self.num_threads)
-        prompts = np.zeros(len(batch), np.int64)
+        ids, lengths = encoder.encode(batch.texts, self.num_threads, batch.data)
+        prompts = None
         if has_prompts(self.plan.config):
-            before, prompts = encoder.encode([d.prompt for d in batch], self.num_threads)
+            texts = batch.prompts or [""] * len(batch.texts)
+            before, prompts = encoder.encode(texts, self.num_threads)
             ids = _interleave(before, prompts, ids, lengths)
             lengths = prompts + lengths
-            ids, lengths, prompts, batch = self._that_fit(
-                source, batch, ids, lengths, prompts, counts
-            )
-        config = self.plan.config
-        fractions = config.validation_fraction, config.test_fraction
-        parts = [(source.split or split_of(d.digest.key, *fractions), d.source) for d in batch]
-        sizes = [len(d.data) for d in batch]
-        store.add(parts, [d.digest for d in batch], sizes, ids, lengths, prompts.tolist())
+            fits = self._fits(source, texts, lengths, counts)
+            ids, batch = ids[np.repeat(fits, lengths)], batch.chosen(fits)
+            lengths, prompts = lengths[fits], prompts[fits]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(batch.sources))}
+        store.add(
+            [(source.split, name) for name in numbers],
+            np.array([numbers[name] for name in batch.sources], np.int64),
+            np.stack([batch.keys, batch.checks], axis=1),
+            np.array([len(data) for data in batch.data], np.int64),
+            ids,
+            lengths,
+            prompts,
+        )
 
-    def _that_fit(
-        self,
-        source: InputFile,
-        batch: list[Document],
-        ids: np.ndarray,
-        lengths: np.ndarray,
-        prompts: np.ndarray,
-        counts: ReadCounts,
-    ) -> Any:
-        """Returns what is left without the prompt/completion records that no row holds."""
+    def _fits(
+        self, source: InputFile, prompts: list[str], lengths: np.ndarray, counts: ReadCounts
+    ) -> np.ndarray:
+        """Returns, (m,) bool, which prompt/completion records a row holds; counts the others."""
         limit = self.plan.config.sequence_length
-        too_long = lengths + 1 > limit
-        if not too_long.any():
-            return ids, lengths, prompts, batch
-        for index in np.flatnonzero(too_long):
+        fits = lengths + 1 <= limit
+        for index in np.flatnonzero(~fits):
             reason = BadRecord(
                 f"is longer than --sequence_length={limit}",
-                f": {lengths[index] + 1} tokens; it begins {batch[index].prompt[:40]!r}",
+                f": {lengths[index] + 1} tokens; it begins {prompts[index][:40]!r}",
             )
             counts.documents -= 1
             counts.reject(source.name, "", reason)
-        kept = np.repeat(~too_long, lengths)
-        left = [d for d, long in zip(batch, too_long, strict=True) if not long]
-        return ids[kept], lengths[~too_long], prompts[~too_long], left
+        return fits
 
     def _add_tokens(
         self, store: ChunkStore, source: InputFile, piece: Piece, counts: ReadCounts
     ) -> str:
         from data_pipeline.token_sources import read_token_documents
 
-        config = self.plan.config
-        fractions = config.validation_fraction, config.test_fraction
         for batch in read_token_documents(source, piece, self.tokenizer, counts):
             counts.documents += len(batch.lengths)
-            parts = [
-                (split or split_of(digest[0], *fractions), name)
-                for (split, name), digest in zip(batch.parts, batch.digests, strict=True)
-            ]
-            sizes = batch.num_bytes.tolist()
-            nothing = [0] * len(sizes)
-            store.add(parts, batch.digests, sizes, batch.ids, batch.lengths, nothing)
+            store.add(*batch)
             self.work.progress += len(batch.ids) * batch.ids.itemsize
         return ""
 
@@ -357,17 +378,3 @@ def _input_entry(piece: Piece, counts: ReadCounts, sha256: str) -> dict[str, Any
         "bad": dict(counts.bad),
         "bad_records": counts.bad_records,
     }
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Groups documents, so that each group is worth several threads."""
-    batch: list[Document] = []
-    num_characters = 0
-    for document in documents:
-        batch.append(document)
-        num_characters += len(document.text)
-        if num_characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch

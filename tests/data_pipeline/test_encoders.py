@@ -31,8 +31,11 @@ def encoder(tokenizer, name):
 
 
 def assert_encodes_like_the_library(tokenizer, name, texts):
-    ids, lengths = encoder(tokenizer, name).encode(texts, num_threads=2)
+    made = encoder(tokenizer, name)
+    ids, lengths = made.encode(texts, num_threads=2)
+    again, _ = made.encode(texts, 1, [text.encode() for text in texts])
     assert ids.dtype == tokenizer.dtype and len(ids) == lengths.sum()
+    assert np.array_equal(again, ids)
     for text, found in zip(texts, np.split(ids, np.cumsum(lengths)[:-1]), strict=True):
         assert np.array_equal(found, tokenizer.encode(text)), text
 

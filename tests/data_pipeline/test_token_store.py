@@ -15,8 +15,10 @@ from tfbig.errors import UserError
 
 def write(path, documents, dtype="<u2", prompts=None):
     keys = np.arange(len(documents), dtype=np.uint64) + np.uint64(2**63)
-    arrays = (np.array(document) for document in documents)
-    return write_store(path, arrays, keys, keys + np.uint64(7), np.dtype(dtype), prompts)
+    arrays = [np.array(document[:-1]) for document in documents]
+    assert all(document[-1] == 7 for document in documents)
+    digests = np.stack([keys, keys + np.uint64(7)], axis=1)
+    return write_store(path, arrays, 7, digests, np.dtype(dtype), prompts)
 
 
 @pytest.mark.parametrize(("vocab_size", "name"), [(65536, "uint16"), (65537, "int32")])
@@ -63,7 +65,7 @@ def test_a_document_beyond_31_bits_is_refused(tmp_path):
 
 
 def test_damaged_files_are_named(tmp_path):
-    write(tmp_path / "a", [[1, 2], [3]])
+    write(tmp_path / "a", [[1, 7], [7]])
     index, tokens = (tmp_path / "a.idx").read_bytes(), (tmp_path / "a.bin").read_bytes()
     for data, problem in ((index[:40], "cut short"), (b"x" + index, "no index of Megatron's")):
         (tmp_path / "a.idx").write_bytes(data)
