@@ -46,6 +46,9 @@ def test_a_run_leaves_what_it_promises(run_dir, small_flags):
         assert record["consumed_samples"] == 6 * record["step"]
         assert record["applied"] and record["step_seconds"] > 0
         assert sum(record["source_num_tokens"]) == record["num_tokens"] == 6 * 32
+        assert record["sources"] == ["even", "odd"]
+        weighted = np.dot(record["source_loss"], record["source_num_tokens"])
+        assert weighted / record["num_tokens"] == pytest.approx(record["loss"], rel=1e-5)
     assert abs(records[0]["loss"] - math.log(SMALL_VOCABULARY)) < 0.1
     assert records[-1]["loss"] < records[0]["loss"] - 0.05
     evaluations = read_metrics(run_dir, "eval")
@@ -61,6 +64,25 @@ def test_a_run_leaves_what_it_promises(run_dir, small_flags):
     assert any(folder.tensorboard_dir.iterdir())
     steps = [info.step for info in list_checkpoints(folder.checkpoints_dir)]
     assert set(steps) >= {6, 8} and len(steps) <= 3  # the last two, and the best
+
+
+def test_tensorboard_has_every_source_by_name(run_dir):
+    import tensorflow as tf
+
+    found = {}
+    for path in sorted(RunFolder(run_dir).tensorboard_dir.iterdir()):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                found[value.tag, event.step] = float(tf.make_ndarray(value.tensor))
+    for record in read_metrics(run_dir):
+        assert found["train/loss", record["step"]] == pytest.approx(record["loss"])
+        for number, name in enumerate(record["sources"]):
+            loss, tokens = record["source_loss"][number], record["source_num_tokens"][number]
+            place = f"source_loss/{name}", record["step"]
+            assert found[place] == pytest.approx(loss) if tokens else place not in found
+            if tokens:
+                assert found[f"source_num_tokens/{name}", record["step"]] == tokens
+    assert {"source_loss/even", "source_loss/odd"} <= {tag for tag, _ in found}
 
 
 def test_a_checkpoint_holds_the_models_variables(run_dir):

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tfbig.config import Config
 from tfbig.loop import Hook, Progress
+from tfbig.metrics import source_scalars
 from tfbig.run_folder import RunFolder
 from tfbig.trackers import tracker_hooks
 
@@ -76,11 +77,13 @@ class TensorBoardHook(Hook):
         self._writer = tf.summary.create_file_writer(str(folder.tensorboard_dir))
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self._write("train", {name: record[name] for name in self._SCALARS}, record["step"])
+        scalars = {f"train/{name}": record[name] for name in self._SCALARS}
+        self._write(scalars | source_scalars(record), record["step"])
 
     def on_evaluation(self, record: dict[str, Any]) -> None:
         names = ("loss", "perplexity", "bits_per_byte", "accuracy")
-        self._write("validation", {n: record[n] for n in names if n in record}, record["step"])
+        scalars = {f"validation/{name}": record[name] for name in names if name in record}
+        self._write(scalars, record["step"])
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
         self._writer.flush()
@@ -88,11 +91,11 @@ class TensorBoardHook(Hook):
     def on_stop(self, progress: Progress, reason: str) -> None:
         self._writer.close()
 
-    def _write(self, prefix: str, scalars: Mapping[str, float | None], step: int) -> None:
+    def _write(self, scalars: Mapping[str, float | None], step: int) -> None:
         with self._writer.as_default(step=step):
             for name, value in scalars.items():
                 if value is not None:
-                    self._summary.scalar(f"{prefix}/{name}", value)
+                    self._summary.scalar(name, value)
 
 
 class ProgressHook(Hook):

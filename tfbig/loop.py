@@ -105,6 +105,7 @@ class Loop:
       reload: loads the newest checkpoint and returns where it stood, None without one; called on
         every rank.
       pulse: is told where the loop is.
+      sources: names of the data's, for records.
     """
 
     config: Config
@@ -119,6 +120,7 @@ class Loop:
     examine: Callable[[int, Any], dict[str, Any]] = lambda first_sample, batch: {}
     reload: Callable[[], Progress | None] = lambda: None
     pulse: Pulse = field(default_factory=Pulse)
+    sources: Sequence[str] = ()
 
     def run(self, progress: Progress, resumed: bool = False) -> str:
         """Trains from `progress` on.
@@ -222,6 +224,7 @@ class Loop:
             times,
             self.throughput.at_batch(pending.num_samples / self.config.run.global_batch),
             peak_memory_bytes(),
+            self.sources,
         )
         self.pulse.note_times(times)
         record |= self.pulse.slowest

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,7 @@ def train_record(
     times: StepTimes,
     throughput: Throughput,
     peak_memory_bytes: int,
+    sources: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Returns the record of one optimizer update.
 
@@ -83,6 +84,7 @@ def train_record(
       times: of this step.
       throughput: the run's constants.
       peak_memory_bytes: of this rank so far.
+      sources: names, in the order of the result's sums.
     """
     num_tokens = float(result.num_tokens)
     source_tokens = np.asarray(result.source_num_tokens)
@@ -96,6 +98,7 @@ def train_record(
         "consumed_samples": consumed_samples,
         "loss": float(result.loss_sum) / num_tokens if num_tokens else float("nan"),
         "num_tokens": num_tokens,
+        "sources": list(sources),
         "source_loss": source_loss.tolist(),
         "source_num_tokens": source_tokens.tolist(),
         "learning_rate": learning_rate,
@@ -121,3 +124,24 @@ def train_record(
             "head": norms[-1],
         }
     return record
+
+
+def source_scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns loss and tokens of each source that a training step saw, by name.
+
+    Nothing where the data has one source: its loss is the step's.
+
+    >>> sums = {"source_loss": [2.5, 0.0], "source_num_tokens": [64.0, 0.0]}
+    >>> source_scalars({"sources": ["a", "b"], **sums})
+    {'source_loss/a': 2.5, 'source_num_tokens/a': 64.0}
+    """
+    names = record.get("sources", ())
+    if len(names) < 2:
+        return {}
+    columns = names, record["source_loss"], record["source_num_tokens"]
+    seen = [(name, loss, tokens) for name, loss, tokens in zip(*columns, strict=True) if tokens]
+    return {
+        key: value
+        for name, loss, tokens in seen
+        for key, value in ((f"source_loss/{name}", loss), (f"source_num_tokens/{name}", tokens))
+    }

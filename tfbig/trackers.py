@@ -1,10 +1,12 @@
 """Experiment trackers: records of a run go to MLflow or to Weights & Biases (offline) as well."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from tfbig.config import Config, to_dict
 from tfbig.loop import Hook, Progress
+from tfbig.metrics import source_scalars
 
 _NO_SCALARS = ("kind", "step", "time")
 
@@ -46,7 +48,13 @@ class MlflowHook(Hook):
             self._mlflow.log_param(name, str(value)[:500])
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self._mlflow.log_metrics(scalars_of(record, "train"), step=record["step"])
+        # MLflow refuses names with other characters, as "Wikipedia (en)" has.
+        of_sources = {
+            re.sub(r"[^\w\-. /]", "_", name): value
+            for name, value in source_scalars(record).items()
+        }
+        scalars = scalars_of(record, "train") | of_sources
+        self._mlflow.log_metrics(scalars, step=record["step"])
 
     def on_evaluation(self, record: dict[str, Any]) -> None:
         self._mlflow.log_metrics(scalars_of(record, "validation"), step=record["step"])
@@ -74,7 +82,8 @@ class WandbHook(Hook):
         )
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self._run.log(scalars_of(record, "train"), step=record["step"])
+        scalars = scalars_of(record, "train") | source_scalars(record)
+        self._run.log(scalars, step=record["step"])
 
     def on_evaluation(self, record: dict[str, Any]) -> None:
         self._run.log(scalars_of(record, "validation"), step=record["step"])

@@ -146,6 +146,7 @@ def _train(
             examine=functools.partial(examine_step, config, trainer, data),
             reload=keeper.load_newest,
             pulse=pulse,
+            sources=data.sources,
         )
         reason = loop.run(progress, resumed=reader is not None)
     return EXIT_SIGNAL if reason == "signal" else 0
