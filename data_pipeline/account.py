@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.codecs import is_remote
+from data_pipeline.documents import excluded
+from data_pipeline.input_files import UNNAMED_SOURCE
 from data_pipeline.plan import Plan
 from data_pipeline.sharding import Shard
 from data_pipeline.shards import ShardInfo
@@ -158,6 +160,18 @@ class Account:
                 where = [entry["path"] for entry in self.inputs if entry[name].get(reason)]
                 more = f" and {len(where) - 1} more files" if len(where) > 1 else ""
                 lines.append(f"  {word}: {count:,} documents: {reason} ({where[0]}{more})")
+        filtered = {reason for entry in self.inputs for reason in entry["skipped"]}
+        for source in config.exclude_source:
+            if excluded(source) not in filtered:
+                lines.append(
+                    f"  warning: --exclude_source={source} left out nothing: there are "
+                    f"{', '.join(self.sources)}"
+                )
+        if config.source_field and self.sources == [config.source_name or UNNAMED_SOURCE]:
+            lines.append(
+                f"  warning: no record has --source_field={config.source_field}: all are of one "
+                f"source, {self.sources[0]}"
+            )
         if self.bad_records:
             lines.append(f"  {BAD_RECORDS} lists what was left out")
         for split, entry in self.splits.items():

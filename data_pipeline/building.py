@@ -46,6 +46,10 @@ def building(folder: Path, plan: bytes) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"--data={folder}: there is a file of that name.") from None
+    except OSError as error:
+        raise UserError(
+            f"--data={folder} cannot be made: {error.strerror}; name another."
+        ) from None
     names = os.listdir(folder)
     if names and MARKER not in names:
         raise UserError(

@@ -120,11 +120,17 @@ def list_files(pattern: str, recursive: bool = True) -> list[str]:
     if is_remote(pattern):
         return _list_remote(pattern)
     if os.path.isdir(pattern):
-        return sorted(
-            os.path.join(folder, name)
-            for folder, _, names in os.walk(pattern, followlinks=True)
-            for name in names
-        )
+        found = []
+        for folder, folders, names in os.walk(pattern, followlinks=True):
+            found += [os.path.join(folder, name) for name in names]
+            here = os.path.realpath(folder) + os.sep
+            # A link to a folder above would be gone through for ever.
+            folders[:] = [
+                name
+                for name in folders
+                if not here.startswith(os.path.realpath(os.path.join(folder, name)) + os.sep)
+            ]
+        return sorted(found)
     names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=recursive)
     return sorted(name for name in names if os.path.isfile(name))
 

@@ -58,6 +58,11 @@ class BadRecord(Exception):
         self.reason, self.detail = reason, detail
 
 
+def excluded(source: str) -> str:
+    """Returns the reason that documents of an excluded source are counted by."""
+    return f"filtered: of {source}"
+
+
 @dataclass(frozen=True)
 class Filters:
     """Which documents are wanted.
@@ -89,7 +94,7 @@ class Filters:
         if self.max_characters and num_characters > self.max_characters:
             return f"filtered: longer than {self.max_characters} characters"
         if source in self.excluded_sources:
-            return f"filtered: of {source}"
+            return excluded(source)
         return ""
 
 
@@ -112,6 +117,13 @@ class ReadCounts:
     changed: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)
     bad_records: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def first_bad(self) -> str:
+        """Returns a sentence about the first unfit record, "" where there is none."""
+        if not self.bad_records:
+            return ""
+        name, place, reason = self.bad_records[0]
+        return f" The first of {len(self.bad_records):,} unfit records: {name} {place} {reason}."
 
     def reject(self, name: str, place: str, problem: BadRecord) -> None:
         """Counts an unfit record, or ends the reading.

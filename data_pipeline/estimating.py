@@ -37,7 +37,7 @@ def estimate(
     texts, counts, stored = _sample(config, inputs)
     read_seconds = time.perf_counter() - start
     if not texts:
-        raise UserError("there is no text in the sample of the inputs.")
+        raise UserError(f"there is no text in the sample of the inputs.{counts.first_bad()}")
     text_bytes = sum(len(text.encode()) for text in texts)
     if config.tokenizer:
         tokenizer = Tokenizer.load(config.tokenizer)

@@ -5,6 +5,7 @@ glob or a URL that tf.io.gfile opens.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -144,10 +145,33 @@ def find_inputs(source: str, overrides: RecordFormat | None = None) -> list[Inpu
         inputs += _find(preset, path, record_format)
     names = set()
     for item in inputs:
-        if item.name in names:
+        is_file = item.form != "tfds" and not is_remote(item.path)
+        name = os.path.abspath(item.path) if is_file else item.name
+        if name in names:
             raise UserError(f"--source={source} names {item.name} twice.")
-        names.add(item.name)
+        names.add(name)
     return inputs
+
+
+def check_apart(source: str, inputs: Sequence[InputFile], folder: str) -> None:
+    """Raises UserError when the data folder lies among what it is made of.
+
+    Args:
+      source: as --source names it.
+      inputs: its files.
+      folder: of the data, which may not be there yet.
+    """
+    inside = os.path.realpath(folder) + os.sep
+    paths = [item.path for item in inputs if item.form not in ("tfds", *TOKEN_FORMS)]
+    files = any(os.path.realpath(path).startswith(inside) for path in paths)
+    named = [_split_specification(part.strip()) for part in source.split(",")]
+    walked = [path for preset, path in named if preset not in ("tfds", *TOKEN_FORMS)]
+    folders = [os.path.realpath(path) + os.sep for path in walked if os.path.isdir(path)]
+    if files or any(inside.startswith(walked) for walked in folders):
+        raise UserError(
+            f"--data={folder} lies inside --source={source}: its own files would be read as text. "
+            "Name a folder outside."
+        )
 
 
 def _split_specification(specification: str) -> tuple[str, str]:
@@ -204,6 +228,10 @@ def _find(preset: str, path: str, record_format: RecordFormat) -> list[InputFile
 
 
 def _with_facts(item: InputFile) -> InputFile:
+    if not is_remote(item.path) and not os.path.isfile(item.path):  # a pipe, a link to nothing
+        raise UserError(
+            f"{item.path} is neither a file nor a link to one: take it away, or name the files."
+        )
     facts = file_facts(item.path)
     return replace(item, num_bytes=facts.num_bytes, changed=facts.changed)
 

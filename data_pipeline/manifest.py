@@ -20,6 +20,10 @@ FORMAT = "tfbig data"
 FORMAT_VERSION = 2
 DATASET_NAME = "tfbig_text"  # the shards' name for TFDS
 DATASET_VERSION = "1.0.0"
+_FIELDS = (
+    "settings tokenizer sequence_length dtype stride features packing order sources mixture"
+    " token_store inputs statistics splits"
+).split()
 
 
 class Manifest(NamedTuple):
@@ -78,6 +82,11 @@ def read(folder: Path) -> Manifest:
         raise UserError(
             f"{folder} is of data format {version}, order {order}; this tfbig reads format "
             f"{FORMAT_VERSION}, order {ORDER_VERSION}: use the tfbig that made it, or prepare anew."
+        )
+    if lacking := [name for name in _FIELDS if name not in contents]:
+        raise UserError(
+            f"{folder / MANIFEST} lacks {', '.join(lacking)}: it was changed; restore it, or "
+            "prepare anew."
         )
     made_as = identity(contents)
     return Manifest(_with_additions(contents), made_as)

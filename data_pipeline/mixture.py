@@ -13,6 +13,8 @@ from data_pipeline.schedule import Schedule
 from tfbig.durable_file import fsync_directory
 from tfbig.errors import UserError, near_matches
 
+# Of a round, all sources' rows times their weights: so many are counted exactly.
+_MOST_SAMPLES = 1 << 48
 # Of the two folders' manifests: rows are read alike, and ids mean the same.
 _ALIKE = ("sequence_length", "dtype", "stride", "features", "packing", "order")
 
@@ -21,7 +23,8 @@ def parse_weights(text: str) -> dict[str, float]:
     """Returns {source: weight} of "Github=2,ArXiv=0.5".
 
     Raises:
-      UserError: a part is no NAME=NUMBER with a number that is at least 0.
+      UserError: a part is no NAME=NUMBER with a number that is at least 0, a name comes twice, or
+        there is none.
 
     >>> parse_weights("Github=2, Pile-CC=0.5")
     {'Github': 2.0, 'Pile-CC': 0.5}
@@ -35,7 +38,11 @@ def parse_weights(text: str) -> dict[str, float]:
             value = -1.0
         if not equals or not name or not 0 <= value < float("inf"):
             raise UserError(f"--weights: {part!r} is no SOURCE=WEIGHT with a weight of 0 or more.")
+        if name in weights:
+            raise UserError(f"--weights names {name} twice: give it one weight.")
         weights[name] = value
+    if not weights:
+        raise UserError("--weights names no source: give SOURCE=WEIGHT.")
     return weights
 
 
@@ -87,8 +94,14 @@ def append_segment(
     _check_names(folder, weights, sources)
     complete = {name: weights.get(name, last["weights"].get(name, 1.0)) for name in sources}
     rows = np.array([_rows(merged, name) for name in sources], np.int64)
-    if not (rows * np.array([complete[name] for name in sources])).sum():
+    num_samples = float((rows * np.array([complete[name] for name in sources])).sum())
+    if not num_samples:
         raise UserError("all sources that have rows would have weight 0: nothing to train on.")
+    if num_samples > _MOST_SAMPLES:
+        raise UserError(
+            f"--weights: a round of {rows.sum():,} rows would have {num_samples:.3g} samples, more "
+            f"than {_MOST_SAMPLES:,}: only the weights' ratios matter, give smaller ones."
+        )
     segment = {"first_sample": first_sample, "weights": complete}
     kept = contents["mixture"][:-1] if replaces else contents["mixture"]
     contents["mixture"] = [*kept, segment]

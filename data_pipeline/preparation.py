@@ -17,7 +17,13 @@ from data_pipeline.building import building, finish_building
 from data_pipeline.documents import DOCUMENT_HASH
 from data_pipeline.encoders import TokenEncoder
 from data_pipeline.estimating import estimate
-from data_pipeline.input_files import InputFile, RecordFormat, check_local, find_inputs
+from data_pipeline.input_files import (
+    InputFile,
+    RecordFormat,
+    check_apart,
+    check_local,
+    find_inputs,
+)
 from data_pipeline.plan import Plan
 from data_pipeline.stages import Stages
 from data_pipeline.stdlib_corpus import STDLIB, stdlib_corpus, write_corpus
@@ -129,7 +135,9 @@ def inputs_of(config: PrepareConfig, folder: Path) -> tuple[list[InputFile], dic
         config.completion_field,
         config.chat_field,
     )
-    return find_inputs(config.source, overrides), {}
+    inputs = find_inputs(config.source, overrides)
+    check_apart(config.source, inputs, str(folder))
+    return inputs, {}
 
 
 def _check_options(config: PrepareConfig) -> None:
@@ -156,6 +164,11 @@ def _check_options(config: PrepareConfig) -> None:
             raise UserError(
                 f"--{name}={getattr(config, name)} must not be negative: {way_out(config, name)}"
             )
+    if 0 < config.max_characters < config.min_characters:
+        raise UserError(
+            f"--min_characters={config.min_characters} and --max_characters={config.max_characters}"
+            " leave nothing: the first must not exceed the second."
+        )
     for name in ("max_bad_fraction", "near_duplicates"):
         if not 0 <= getattr(config, name) <= 1:
             raise UserError(

@@ -16,6 +16,7 @@ from data_pipeline.token_store import token_dtype
 from tfbig.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+MOST_ENTRIES = 1 << 24  # of a vocabulary that is trained: the trainer takes memory for all of them
 _BLOCK_IDS = 1 << 16  # ids whose sizes stay in a core's cache
 # GPT-2's pre-tokenizer, which the tokenizers library's ByteLevel has built in.
 # Source: github.com/openai/gpt-2, src/encoder.py.
@@ -35,11 +36,16 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    """Raises UserError when a vocabulary cannot hold all bytes."""
+    """Raises UserError when a vocabulary cannot hold all bytes, or be held itself."""
     if vocab_size < 257:
         raise UserError(
             f"--vocab_size={vocab_size} is too small: 256 bytes and {END_OF_TEXT} are 257 entries; "
             "give at least that."
+        )
+    if vocab_size > MOST_ENTRIES:
+        raise UserError(
+            f"--vocab_size={vocab_size} is more than the {MOST_ENTRIES:,} entries that are "
+            "trained: give e.g. 50257."
         )
 
 

@@ -341,6 +341,7 @@ def training_texts(plan: Plan, chunks: list[list[Piece]], folder: Path, say: Any
     fractions = config.validation_fraction, config.test_fraction
     room = max(1, _TRAINING_CHARACTERS // max(1, len(chunks)))
     found = limited = False
+    first_bad = ""
     for pieces in chunks:
         taken = 0
         for piece in pieces:
@@ -362,10 +363,11 @@ def training_texts(plan: Plan, chunks: list[list[Piece]], folder: Path, say: Any
                 if document.prompt:
                     yield document.prompt
                 yield document.text
+            first_bad = first_bad or counts.first_bad()
     if limited:
         say(f"  the tokenizer sees {room:,} characters of each chunk only")
     if not found:
-        raise UserError("there is no text in the train split to train a tokenizer on.")
+        raise UserError(f"there is no text in the train split to train a tokenizer on.{first_bad}")
 
 
 def _input_entry(piece: Piece, counts: ReadCounts, sha256: str) -> dict[str, Any]:

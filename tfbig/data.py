@@ -1,7 +1,8 @@
 """A data folder looked at and changed: `tfbig data inspect|verify|report|mixture|export`."""
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,28 +42,50 @@ class DataCommandConfig:
     """mixture: another data folder whose sources are added."""
 
 
+_INSPECTED = {
+    "step": "it counts from 1, name the one to show",
+    "global_batch": "name the run's, or give --run",
+    "samples": "0 shows all of the step",
+    "characters": "0 shows all of a sample",
+}
+_MAX_SEED = 2**31 - 1
+_MAX_SAMPLE = 2**62
+_SHOWN_TOGETHER = 64  # samples that are read at a time
+
+
 def inspect(config: DataCommandConfig) -> int:
     """Prints the documents of one step as text, with their sources."""
     import numpy as np
 
     from data_pipeline.dataset import TokenData
 
+    for name, least in (("step", 1), ("global_batch", 1), ("samples", 0), ("characters", 0)):
+        if getattr(config, name) < least:
+            given = f"--{name}={getattr(config, name)}"
+            raise UserError(f"{given} must be at least {least}: {_INSPECTED[name]}.")
+    if not 0 <= config.seed <= _MAX_SEED:
+        raise UserError(f"--seed={config.seed} must lie between 0 and {_MAX_SEED}: give a run's.")
     folder, run = _folder_and_run(config)
     data = TokenData.open(folder)
-    first, count, seed = config.step * config.global_batch, config.global_batch, config.seed
-    if config.step < 1:
-        raise UserError("--step counts from 1: name the step to show, e.g. --step=100.")
-    first -= config.global_batch
+    first, count = (config.step - 1) * config.global_batch, config.global_batch
+    seed = config.seed
     if run is not None:
         first, count, seed = _samples_of_step(run, config.step)
-    shown = min(count, config.samples or count)
-    batch = data.rows("train", np.arange(first, first + shown, dtype=np.int64), seed)
+    if first + count > _MAX_SAMPLE:
+        raise UserError(
+            f"--step={config.step} of {count:,} samples lies beyond sample {_MAX_SAMPLE:,}: name "
+            "an earlier one."
+        )
     print(f"step {config.step}: samples {first:,} to {first + count - 1:,} of {folder}")
-    for row in range(shown):
-        source = data.sources[batch["source_index"][row]]
-        labels = int(batch["loss_mask"][row].sum())
-        print(f"\n--- sample {first + row:,}, {source}, {labels} labels")
-        print(_text(data, batch, row, config.characters))
+    stop = first + min(count, config.samples or count)
+    for begin in range(first, stop, _SHOWN_TOGETHER):
+        positions = np.arange(begin, min(begin + _SHOWN_TOGETHER, stop), dtype=np.int64)
+        batch = data.rows("train", positions, seed)
+        for row, position in enumerate(positions.tolist()):
+            source = data.sources[batch["source_index"][row]]
+            labels = int(batch["loss_mask"][row].sum())
+            print(f"\n--- sample {position:,}, {source}, {labels} labels")
+            print(_text(data, batch, row, config.characters))
     return 0
 
 
@@ -98,7 +121,8 @@ def report(config: DataCommandConfig) -> int:
     from data_pipeline.report import write_report
 
     folder, _ = _folder_and_run(config)
-    path = write_report(folder, Path(config.to) if config.to else None)
+    with _writing(config):
+        path = write_report(folder, Path(config.to) if config.to else None)
     print(f"{path} is written")
     return 0
 
@@ -111,15 +135,22 @@ def mixture(config: DataCommandConfig) -> int:
     folder, run = _folder_and_run(config)
     if config.weights or config.add:
         consumed = _consumed_samples(run) if run is not None else 0
+        if config.first_sample < -1 or config.first_sample > _MAX_SAMPLE:
+            raise UserError(
+                f"--first_sample={config.first_sample} must lie between 0 and {_MAX_SAMPLE}, or be "
+                "-1 for the next one of --run."
+            )
         if config.first_sample < 0 and run is None:
             raise UserError("name the --run that uses the data, or --first_sample.")
         append_segment(
             folder,
             consumed if config.first_sample < 0 else config.first_sample,
-            parse_weights(config.weights),
+            parse_weights(config.weights) if config.weights else {},
             consumed,
             Path(config.add) if config.add else None,
         )
+    elif config.first_sample != -1:
+        raise UserError("--first_sample says where a change begins: give --weights or --add too.")
     contents = manifest.read(folder).contents
     rows = {name: found["rows"] for name, found in contents["splits"]["train"]["sources"].items()}
     for segment in contents["mixture"]:
@@ -141,9 +172,23 @@ def export(config: DataCommandConfig) -> int:
     folder, _ = _folder_and_run(config)
     if not config.to:
         raise UserError("--to is missing: name the files to write, without .bin and .idx.")
-    documents, tokens = export_megatron(folder, Path(config.to), config.split)
+    with _writing(config):
+        documents, tokens = export_megatron(folder, Path(config.to), config.split)
     print(f"{config.to}.bin and .idx: {documents:,} documents, {tokens:,} tokens")
     return 0
+
+
+@contextlib.contextmanager
+def _writing(config: DataCommandConfig) -> Iterator[None]:
+    """Says in one line why --to cannot be written."""
+    from data_pipeline.input_files import check_local
+
+    check_local(config.to, "to")
+    try:
+        yield
+    except OSError as error:
+        where = f"--to={config.to}" if config.to else f"the page into {config.data or config.run}"
+        raise UserError(f"cannot write {where}: {error.strerror}; name another place.") from None
 
 
 ACTIONS: dict[str, Callable[[DataCommandConfig], int]] = {

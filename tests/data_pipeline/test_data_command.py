@@ -1,3 +1,4 @@
+import json
 import re
 import shutil
 
@@ -86,10 +87,22 @@ def test_export_says_what_it_wrote(capsys, folder, tmp_path):
         (["verfy"], "Did you mean verify?"),
         (["verify"], "--data is missing"),
         (["verify", "--data=none"], "there is no data folder none"),
-        (["inspect", "--data=DATA"], "--step counts from 1"),
+        (["inspect", "--data=DATA"], "--step=0 must be at least 1: it counts from 1"),
+        (["inspect", "--data=DATA", "--step=1", "--samples=-1"], "0 shows all of the step"),
+        (["inspect", "--data=DATA", "--step=1", "--characters=-5"], "0 shows all of a sample"),
+        (["inspect", "--data=DATA", "--step=1", "--global_batch=0"], "must be at least 1"),
+        (["inspect", "--data=DATA", "--step=1", "--seed=-1"], "must lie between 0 and"),
+        (["inspect", "--data=DATA", f"--step={2**62}"], "lies beyond sample"),
         (["export", "--data=DATA"], "--to is missing"),
         (["export", "--data=DATA", "--to=x", "--split=dev"], "has no dev split"),
+        (["export", "--data=DATA", "--to=gs://bucket/x"], "written to file systems only"),
+        (["export", "--data=DATA", "--to=DATA/manifest.json/x"], "cannot write --to="),
+        (["report", "--data=DATA", "--to=DATA"], "Is a directory; name another place"),
+        (["report", "--data=DATA", "--to=DATA/none/x.html"], "No such file or directory; name"),
         (["mixture", "--data=DATA", "--weights=Github=2"], "name the --run"),
+        (["mixture", "--data=DATA", "--weights=A=2", "--first_sample=-7"], "must lie between 0"),
+        (["mixture", "--data=DATA", "--first_sample=5"], "give --weights or --add too"),
+        (["mixture", "--data=DATA", "--weights=,", "--first_sample=5"], "names no source"),
         (["mixture", "--run=none"], "--run=none is not a folder"),
     ],
 )
@@ -97,3 +110,14 @@ def test_a_mistake_is_one_line(capsys, data_folder, arguments, problem):
     arguments = [word.replace("DATA", str(data_folder)) for word in arguments]
     code, _, err = run(capsys, *arguments)
     assert code == 2 and problem in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["splits", "sources", "features", "statistics", "token_store"])
+def test_a_manifest_that_lacks_something_is_named(capsys, folder, name):
+    path = folder / "manifest.json"
+    contents = json.loads(path.read_text())
+    del contents[name]
+    path.write_text(json.dumps(contents))
+    for action in ("verify", "report", "mixture"):
+        code, _, err = run(capsys, action, f"--data={folder}")
+        assert code == 2 and f"manifest.json lacks {name}" in err and err.count("\n") == 1

@@ -84,6 +84,8 @@ def test_what_would_change_the_past_or_mean_nothing_is_refused(folder, tmp_path)
         ((150, {"Github": 1.0}, 151), "lies in the past: the run has consumed 151"),
         ((200, {"Githu": 1.0}), "no source 'Githu'. Did you mean Github"),
         ((200, {"Github": 0.0, "Pile-CC": 0.0}), "nothing to train on"),
+        ((200, {"Github": 1e300}), "only the weights' ratios matter"),
+        ((200, {"Github": 1e18}), "only the weights' ratios matter"),
         ((200, {}, 0, tmp_path / "none"), "there is no data folder"),
         ((200, {}, 0, folder), "sources of names that"),
     ):
@@ -100,4 +102,7 @@ def test_weights_as_they_are_written():
     assert parse_weights(" a=1, b c=0.5,") == {"a": 1.0, "b c": 0.5}
     for text in ("a", "a=", "=1", "a=x", "a=-1", "a=nan", "a=inf"):
         with pytest.raises(UserError, match="no SOURCE=WEIGHT"):
+            parse_weights(text)
+    for text, problem in (("a=1,b=2,a=1", "names a twice"), (" , ", "names no source")):
+        with pytest.raises(UserError, match=problem):
             parse_weights(text)

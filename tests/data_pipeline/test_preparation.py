@@ -438,6 +438,11 @@ def test_the_manifest_says_what_went_in(data_folder, corpus):
         ({"max_bad_fraction": 2}, "must lie between 0 and 1"),
         ({"workers": -1}, "must not be negative"),
         ({"chunk_bytes": 0}, "must be at least 1"),
+        ({"vocab_size": 10**12}, "more than the 16,777,216 entries"),
+        ({"min_characters": 9, "max_characters": 5}, "the first must not exceed the second"),
+        ({"data": "/proc/none"}, "cannot be made: No such file or directory"),
+        ({"data": "x" * 300}, "cannot be made: File name too long"),
+        ({"text_field": "body"}, r"The first of \d+ unfit records: .* line 1 has no field"),
         ({"prompt_field": "a"}, "go together"),
         ({"source": "doma:x"}, "no preset 'doma'"),
     ],
@@ -449,6 +454,32 @@ def test_a_bad_option_is_one_line_and_leaves_nothing(prepare_config, tmp_path, c
     left = tmp_path / "data"
     assert not left.exists() or MARKER in os.listdir(left)  # what is complete is kept
     assert not is_prepared(left)
+
+
+def test_what_is_asked_of_sources_and_is_not_there_is_said(prepare_config, tmp_path):
+    said = []
+    prepare(dataclasses.replace(prepare_config, exclude_source=("Githu", "Pile-CC")), said.append)
+    (warning,) = [text for text in said if "warning" in text]
+    assert "--exclude_source=Githu left out nothing: there are Github" in warning
+    said.clear()
+    other = dataclasses.replace(prepare_config, source_field="set", data=str(tmp_path / "other"))
+    prepare(other, said.append)
+    assert any("warning: no record has --source_field=set" in text for text in said)
+
+
+@pytest.mark.parametrize("place", ["", "/made/here"])
+def test_a_data_folder_is_not_made_of_itself(prepare_config, tmp_path, place):
+    source = tmp_path / "corpus"
+    source.mkdir()
+    (source / "a.jsonl").write_text('{"text": "some text"}')
+    config = dataclasses.replace(
+        prepare_config, source=f"x.jsonl,{source}", data=f"{source}{place}"
+    )
+    (tmp_path / "x.jsonl").write_text('{"text": "other text"}')
+    config = dataclasses.replace(config, source=config.source.replace("x.", f"{tmp_path}/x."))
+    with pytest.raises(UserError, match="its own files would be read as text"):
+        prepare(config, quiet)
+    assert os.listdir(source) == ["a.jsonl"]
 
 
 def test_damage_in_the_input_stops_it(prepare_config, tmp_path):

@@ -3,6 +3,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import tarfile
 import zipfile
 
@@ -481,3 +482,25 @@ def test_the_running_pythons_library_becomes_a_corpus(tmp_path):
         assert documents and {d.source for d in documents} == {"Python stdlib"}
         splits = {split_of(d.digest.key, 0.05, 0.0) for d in documents}
         assert splits == {name[7:].split(".")[0]}
+
+
+def test_links_and_pipes_in_a_folder(tmp_path):
+    write(tmp_path / "a.jsonl", line("a"))
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "up").symlink_to("..")  # it would be gone through for ever
+    assert [item.name for item in find_inputs(str(tmp_path))] == [f"{tmp_path}/a.jsonl"]
+    (tmp_path / "b.jsonl").symlink_to("none.jsonl")
+    with pytest.raises(UserError, match=r"b\.jsonl is neither a file nor a link to one"):
+        find_inputs(str(tmp_path))
+    (tmp_path / "b.jsonl").unlink()
+    os.mkfifo(tmp_path / "c.jsonl")
+    with pytest.raises(UserError, match=r"c\.jsonl is neither a file nor a link to one"):
+        find_inputs(str(tmp_path))
+
+
+def test_one_file_by_two_names_is_named_twice(tmp_path, monkeypatch):
+    write(tmp_path / "a.jsonl", line("a"))
+    monkeypatch.chdir(tmp_path)
+    for source in ("a.jsonl,a.jsonl", "a.jsonl,./a.jsonl", f"a.jsonl,{tmp_path}"):
+        with pytest.raises(UserError, match="twice"):
+            find_inputs(source)
