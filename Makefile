@@ -63,8 +63,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# First what runs in one process, a file on each of two cores, then what starts several.
 tests: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not distributed' --numprocesses=2 --dist=loadfile
+	$(BIN)/python -m pytest -m distributed
 
 # PyPI's PyTorch for Linux on x86 is a CUDA build of some GB. Where another index offers the build
 # for CPUs, TORCH_INDEX names it: make TORCH_INDEX=https://download.pytorch.org/whl/cpu test-interop

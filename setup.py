@@ -51,6 +51,7 @@ setup(
             "mypy>=1.15,<3",
             "pandas>=2.2",
             "pytest>=8,<10",
+            "pytest-xdist>=3.6,<4",
             "ruff>=0.12,<0.18",
             *SERVE,
             "httpx>=0.27",
