@@ -38,27 +38,18 @@ def widths(layout: dict) -> Pair:
     return Pair(small, large)
 
 
-def batches(layout: dict, small: dict, large: dict) -> Pair:
-    """One narrow model, two amounts of activations at once."""
+def microbatches(schedule: str) -> Pair:
+    """A narrow model, few and many microbatches of one size."""
     model = {**SHAPE, "max_length": 256, "embed_dim": 128, "vocab_size": 64}
-    return Pair(({**layout, **LONG, **small}, model), ({**layout, **LONG, **large}, model))
+    layout = {**P2, **LONG, "pipeline": schedule}
+    few, many = ({"microbatches": count, "global_batch": 4 * count} for count in (2, 8))
+    return Pair(({**layout, **few}, model), ({**layout, **many}, model))
 
 
 PAIRS = {
     "p2 by width": widths(P2),
     "t2 by width": widths(T2),
-    # GPipe holds every microbatch of a step, 1F1B as many as there are stages from here on.
-    "p2 simple by microbatches": batches(
-        {**P2, "pipeline": "simple"},
-        {"microbatches": 2, "global_batch": 8},
-        {"microbatches": 8, "global_batch": 32},
-    ),
-    "p2 1f1b by rows": batches(
-        P2, {"microbatches": 4, "global_batch": 8}, {"microbatches": 4, "global_batch": 48}
-    ),
-    "t2 by rows": batches(
-        T2, {"microbatches": 1, "global_batch": 4}, {"microbatches": 1, "global_batch": 24}
-    ),
+    "p2 simple by microbatches": microbatches("simple"),  # it holds all of a step
 }
 
 
@@ -91,3 +82,15 @@ def test_memory_grows_by_the_formula(name, tmp_path):
         assert formula > 40e6, "too little to measure"
         assert grown["num_parameters"] == pytest.approx(whole / 2, rel=0.03), "not 1/p, not 1/t"
         assert abs(ratio - 1) < 0.1, f"rank {rank} grew by {ratio:.2f} of the formula"
+
+
+@pytest.mark.distributed
+def test_1f1b_holds_no_more_of_more_microbatches(tmp_path):
+    pair = microbatches("1f1b")
+    small, large = measure(tmp_path / "small", pair.small), measure(tmp_path / "large", pair.large)
+    for rank in range(2):
+        each = small[rank]["activation_bytes"] / (2 - rank)  # as many as stages from here on
+        assert large[rank]["activation_bytes"] == small[rank]["activation_bytes"]
+        grown = large[rank]["peak"] - small[rank]["peak"]
+        print(f"rank {rank}: {grown / 1e6:.1f} MB, a microbatch keeps {each / 1e6:.1f} MB")
+        assert grown < 0.6 * each, "GPipe's would grow by six"
