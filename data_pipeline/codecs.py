@@ -182,14 +182,14 @@ def decompress(chunks: Iterator[bytes], codec: str, name: str) -> Iterator[bytes
     Raises:
       UserError: the data is damaged or cut short.
     """
-    if not codec:
-        yield from chunks
-        return
     frame, inside, first = _decompressor(codec), False, True
     for chunk in chunks:
-        if first and chunk.startswith(b"version https://git-lfs"):
-            raise _damaged(name, codec, "it is a Git LFS pointer, not the file: run `git lfs pull`")
+        if first:
+            check_is_no_pointer(chunk, name)
         first = False
+        if frame is None:
+            yield chunk
+            continue
         while chunk:
             if frame.eof:
                 if codec != ".zst" and not chunk.strip(b"\0"):
@@ -202,12 +202,20 @@ def decompress(chunks: Iterator[bytes], codec: str, name: str) -> Iterator[bytes
             chunk, inside = frame.unused_data, not frame.eof
             if data:
                 yield data
-    if inside or first:
+    if frame is not None and (inside or first):
         what = "it is empty" if first else f"its last {codec[1:]} frame has no end"
         raise UserError(f"{name} is cut short: {what}. Get the file again.")
 
 
-def _decompressor(codec: str) -> _Decompressor:
+def check_is_no_pointer(start: bytes, name: str) -> None:
+    """Raises UserError when a file's first bytes are those of a Git LFS pointer."""
+    if start.startswith(b"version https://git-lfs."):
+        raise UserError(f"{name} is a Git LFS pointer, not the file: run `git lfs pull`.")
+
+
+def _decompressor(codec: str) -> _Decompressor | None:
+    if not codec:
+        return None
     if codec == ".zst":
         # Frames of lm_dataformat and of `zstd --long` may need windows beyond the default 128 MiB.
         return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(_FRAME_BYTES)

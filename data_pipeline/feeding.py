@@ -102,8 +102,9 @@ def make_dataset(
     names = tuple(signature)
 
     def read_block(block: np.ndarray) -> tuple[np.ndarray, ...]:
-        first = int(block) * together
-        count = min(together, num_steps - first)
+        # The first batch comes alone: a run that begins or goes on waits for no other.
+        first = 1 + (int(block) - 1) * together if block else 0
+        count = min(together, num_steps - first) if block else 1
         rows = read(first, count)
         return tuple(
             np.ascontiguousarray(rows[name]).reshape(count, *signature[name][1]) for name in names
@@ -122,7 +123,8 @@ def make_dataset(
     # AutoGraph reads sources again at run time; there is nothing in these functions for it.
     gather = tf.autograph.experimental.do_not_convert(gather)
     complete = tf.autograph.experimental.do_not_convert(complete)
-    blocks = tf.data.Dataset.range(-(-num_steps // together))
+    num_blocks = 1 + -(-(num_steps - 1) // together) if num_steps else 0
+    blocks = tf.data.Dataset.range(num_blocks)
     threads = {} if num_threads <= 1 else {"num_parallel_calls": num_threads}
     dataset = blocks.map(gather, **threads).unbatch()
     if constants:

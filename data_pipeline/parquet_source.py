@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import IO, Any
 
-from data_pipeline.codecs import gfile, is_remote
+from data_pipeline.codecs import check_is_no_pointer, gfile, is_remote, open_binary
 from data_pipeline.input_files import InputFile
 from tfbig.errors import UserError
 
@@ -28,6 +28,8 @@ def _open(item: InputFile) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(source)
     except (pyarrow.ArrowException, OSError) as error:
+        with open_binary(item.path) as file:
+            check_is_no_pointer(file.read(64), item.name)
         why = str(error).splitlines()[0]
         raise UserError(f"{item.name} is no intact parquet file: {why}") from None
 

@@ -13,6 +13,7 @@ from data_pipeline.chat import to_documents
 from data_pipeline.codecs import (
     ByteReader,
     ForwardFile,
+    check_is_no_pointer,
     codec_of,
     decompress,
     line_blocks,
@@ -261,6 +262,8 @@ def _tar_records(chunks: Iterator[bytes], item: InputFile) -> Iterator[tuple[str
 
 def _zip_records(path: str, name: str) -> Iterator[tuple[str, Any]]:
     try:
+        with open_binary(path) as opened:
+            check_is_no_pointer(opened.read(64), name)
         with open_binary(path) as opened, zipfile.ZipFile(opened) as archive:
             for member in archive.infolist():
                 if not member.is_dir():

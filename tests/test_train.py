@@ -14,8 +14,10 @@ from tfbig import evaluate, generate, train
 from tfbig.checkpoint import list_checkpoints
 from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.command_config import EvaluateConfig, GenerateConfig
+from tfbig.data import main as data_main
 from tfbig.errors import UserError
 from tfbig.run_folder import RunFolder, read_events, read_metrics
+from tfbig.run_lock import RunLock
 from tfbig.variables import variable_specs
 
 FIELDS = (
@@ -138,6 +140,35 @@ def test_what_must_match_on_resume(run_dir, small_flags):
             train_here(*small_flags, f"--run_dir={run_dir}", "--steps=9", flag)
         assert words in str(error.value) and "--restart" in str(error.value)
     assert [r["step"] for r in read_metrics(run_dir)] == list(range(1, 9)), "nothing was lost"
+
+
+def data_command(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        data_main(arguments)
+    return ended.value.code
+
+
+def test_a_mixture_changes_with_the_runs_next_sample(tmp_path, small_data, small_flags, capsys):
+    data = shutil.copytree(small_data, tmp_path / "data")
+    run_dir = tmp_path / "run"
+    flags = [*small_flags, f"--data={data}", f"--run_dir={run_dir}", "--eval_every=0"]
+    assert train_here(*flags, "--steps=2") == 0  # 12 samples
+    change = ["mixture", f"--run={run_dir}", "--weights=even=0"]
+    before = (data / "manifest.json").read_bytes()
+    assert data_command(*change, "--first_sample=11") == 2
+    assert "lies in the past: the run has consumed 12 samples" in capsys.readouterr().err
+    with RunLock(run_dir):
+        assert data_command(*change) == 2
+    assert "belongs to another job" in capsys.readouterr().err
+    assert (data / "manifest.json").read_bytes() == before
+    assert data_command(*change) == 0
+    assert "from sample 12:" in capsys.readouterr().out
+    assert train_here(*flags, "--steps=4") == 0
+    tokens = [record["source_num_tokens"] for record in read_metrics(run_dir)]
+    assert all(even > 0 for even, _ in tokens[:2])
+    assert tokens[2:] == [[0.0, 6 * 32.0]] * 2
+    assert data_command("inspect", f"--run={run_dir}", "--step=3", "--samples=0") == 0
+    assert capsys.readouterr().out.count(", odd, 32 labels") == 6
 
 
 def test_the_data_must_be_the_same_up_to_where_the_run_is(tmp_path, small_data, small_flags):

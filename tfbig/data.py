@@ -127,28 +127,34 @@ def report(config: DataCommandConfig) -> int:
     return 0
 
 
+def _append(config: DataCommandConfig, folder: Path, run: Any) -> None:
+    """Appends the segment that the flags describe; no job may be at work on the run meanwhile."""
+    from data_pipeline.mixture import append_segment, parse_weights
+    from tfbig.run_lock import RunLock
+
+    if config.first_sample < -1 or config.first_sample > _MAX_SAMPLE:
+        raise UserError(
+            f"--first_sample={config.first_sample} must lie between 0 and {_MAX_SAMPLE}, or be "
+            "-1 for the next one of --run."
+        )
+    if config.first_sample < 0 and run is None:
+        raise UserError("name the --run that uses the data, or --first_sample.")
+    weights = parse_weights(config.weights) if config.weights else {}
+    addition = Path(config.add) if config.add else None
+    # A job that runs has read the manifest and would not see the change.
+    with contextlib.nullcontext() if run is None else RunLock(config.run):
+        consumed = 0 if run is None else _consumed_samples(run)
+        first = consumed if config.first_sample < 0 else config.first_sample
+        append_segment(folder, first, weights, consumed, addition)
+
+
 def mixture(config: DataCommandConfig) -> int:
     """Shows the mixture, or appends a segment to it."""
     from data_pipeline import manifest
-    from data_pipeline.mixture import append_segment, parse_weights
 
     folder, run = _folder_and_run(config)
     if config.weights or config.add:
-        consumed = _consumed_samples(run) if run is not None else 0
-        if config.first_sample < -1 or config.first_sample > _MAX_SAMPLE:
-            raise UserError(
-                f"--first_sample={config.first_sample} must lie between 0 and {_MAX_SAMPLE}, or be "
-                "-1 for the next one of --run."
-            )
-        if config.first_sample < 0 and run is None:
-            raise UserError("name the --run that uses the data, or --first_sample.")
-        append_segment(
-            folder,
-            consumed if config.first_sample < 0 else config.first_sample,
-            parse_weights(config.weights) if config.weights else {},
-            consumed,
-            Path(config.add) if config.add else None,
-        )
+        _append(config, folder, run)
     elif config.first_sample != -1:
         raise UserError("--first_sample says where a change begins: give --weights or --add too.")
     contents = manifest.read(folder).contents

@@ -29,6 +29,10 @@ def read_texts(path):
     return [text for text, _ in read(path)[0]]
 
 
+def read_back(plain):
+    return [(value["text"], value["meta"]["pile_set_name"]) for value in [json.loads(plain)]]
+
+
 def write(path, data):
     path.write_bytes(data)
     return path
@@ -184,11 +188,36 @@ def test_a_flipped_bit_is_an_error(tmp_path, suffix):
         read(path, may_be_bad=0.5)
 
 
-@pytest.mark.parametrize("suffix", ["zst", "gz"])
-def test_a_pointer_to_the_file_is_named_as_such(tmp_path, suffix):
+@pytest.mark.parametrize(
+    "name", ["jsonl.zst", "jsonl.gz", "jsonl", "json", "txt", "tar", "zip", "parquet"]
+)
+def test_a_pointer_to_the_file_is_named_as_such(tmp_path, name):
+    if name == "parquet":
+        pytest.importorskip("pyarrow")
     data = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+    path = write(tmp_path / f"a.{name}", data)
     with pytest.raises(UserError, match="Git LFS pointer"):
-        read(write(tmp_path / f"a.jsonl.{suffix}", data))
+        read(path)
+
+
+def test_a_flipped_bit_without_checksum_is_an_error_or_other_text(tmp_path):
+    """The Pile's frames have no checksum: what breaks neither stream nor JSON goes unseen.
+
+    Only SHA256SUMS finds it then (test_preparation.py).
+    """
+    plain = line("".join(chr(33 + k * k * 7 % 90) for k in range(999)).replace("\\", "_")) + b"\n"
+    data = zst(plain, write_checksum=False)
+    outcomes = set()
+    for place in range(8, len(data), 13):
+        flipped = bytearray(data)
+        flipped[place] ^= 1
+        path = write(tmp_path / "a.jsonl.zst", bytes(flipped))
+        try:
+            outcomes.add("text" if read(path)[0] == read_back(plain) else "other text")
+        except UserError as error:
+            outcomes.add("an error")
+            assert "a.jsonl.zst" in str(error)
+    assert outcomes == {"an error", "other text"}
 
 
 def test_byte_order_mark_crlf_blank_lines_and_a_missing_last_newline_are_no_text(tmp_path):
