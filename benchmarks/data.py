@@ -43,16 +43,25 @@ def cpu_rate(work: Callable[[], Any], num_bytes: float) -> float:
     return num_bytes / MEGABYTE / (time.process_time() - start)
 
 
-def raw_rates(file: Path, encoder: Any) -> Medians:
-    """Returns the rates of each stage's core operations alone, on one file."""
+def raw_rates(file: Path, before: Path, tokenizer: Any) -> Medians:
+    """Returns the rates of each stage's core operations alone, on one file.
+
+    Args:
+      file: is measured.
+      before: what the encoder has met by then, as in the middle of a corpus.
+      tokenizer: of the encoder.
+    """
     import orjson
 
     from data_pipeline.codecs import ByteReader, decompress, split_lines
+    from data_pipeline.encoders import TokenEncoder
     from data_pipeline.shards import masked_crc32c
 
-    def read() -> list[bytes]:
-        return list(split_lines(decompress(iter(ByteReader(str(file))), ".zst", "")))
+    def read(path: Path = file) -> list[bytes]:
+        return list(split_lines(decompress(iter(ByteReader(str(path))), ".zst", "")))
 
+    encoder = TokenEncoder(tokenizer, "gigatoken")
+    encoder.encode([orjson.loads(line)["text"] for line in read(before)])
     lines = read()
     size = sum(map(len, lines))
     texts = [orjson.loads(line)["text"] for line in lines]
@@ -64,7 +73,7 @@ def raw_rates(file: Path, encoder: Any) -> Medians:
         "json": cpu_rate(lambda: [orjson.loads(line) for line in lines], size),
         "UTF-8": cpu_rate(lambda: [text.encode() for text in texts], text_size),
         "sha256": cpu_rate(lambda: [sha256(item).digest() for item in data], text_size),
-        "gigatoken": cpu_rate(lambda: encoder.encode(texts), text_size),
+        "gigatoken": cpu_rate(lambda: encoder.encode(texts, 1, data), text_size),
         "crc32c by row": cpu_rate(lambda: masked_crc32c(rows), sum(map(len, rows))),
     }
 
@@ -114,8 +123,8 @@ def end_to_end(files: str, tokenizer: Path, folder: Path, encoder: str) -> Media
     contents = json.loads((folder / "manifest.json").read_text())
     entries = [entry for split in contents["statistics"].values() for entry in split.values()]
     size = sum(entry["bytes"] for entry in entries) / MEGABYTE
-    line = next(text for text in said if "seconds of all" in text)
-    stages = {name: float(value) for name, value in re.findall(r"(\w+) ([\d.]+)", line)}
+    line = next(text for text in said if "seconds (of CPU)" in text)
+    stages = {name: float(value) for name, value in re.findall(r"(\w+) [\d.]+ \(([\d.]+)\)", line)}
     stages["verify"] = verified - prepared
     documents = sum(entry["documents"] for entry in entries)
     return {"size": size, "documents": documents, "rate": size / (verified - start), **stages}
@@ -147,21 +156,19 @@ def medians(found: list[Medians]) -> Medians:
 
 def measure_preparation(options: argparse.Namespace) -> Path:
     """Prints the rates of preparation and returns the folder that was prepared."""
-    from data_pipeline.encoders import TokenEncoder
     from data_pipeline.tokenizer import Tokenizer
 
     corpus, path = options.work / "corpus", options.work / "tokenizer.json"
     tokenizer = Tokenizer.load(path)
-    encoder = TokenEncoder(tokenizer, "gigatoken")
     files = sorted(corpus.iterdir())
-    middle = files[len(files) // 2]
+    middle, before = files[len(files) // 2], files[len(files) // 2 - 1]
     raw, fast, slow, peer = [], [], [], []
     for _ in range(options.rounds):
-        raw.append(raw_rates(middle, encoder))
+        raw.append(raw_rates(middle, before, tokenizer))
         fast.append(end_to_end(str(corpus), path, options.work / "gigatoken", "gigatoken"))
         peer.append({"rate": megatrons_way(middle, tokenizer.library, options.peer_megabytes)})
         slow.append(end_to_end(str(middle), path, options.work / "tiktoken", "tiktoken"))
-    limits, ours, tiktoken = medians(raw[1:] or raw), medians(fast), medians(slow)
+    limits, ours, tiktoken = medians(raw), medians(fast), medians(slow)
     print(
         f"{ours['size']:.0f} MB in {ours['documents']:,.0f} documents of "
         f"{ours['size'] * 1e3 / ours['documents']:.1f} kB, {options.rounds} rounds"

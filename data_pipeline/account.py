@@ -15,6 +15,7 @@ from data_pipeline.plan import Plan
 from data_pipeline.sharding import Shard
 from data_pipeline.shards import ShardInfo
 from data_pipeline.shuffling import PartStores
+from data_pipeline.stage_time import Clocks
 from data_pipeline.work import Result
 from tfbig.config import PrepareConfig
 from tfbig.durable_file import write_atomic
@@ -258,13 +259,14 @@ def seconds_line(
     orders: dict[str, tuple[PartStores, Result]],
     shards: Sequence[Result],
 ) -> str:
-    """Returns how long each stage took, summed over all processes."""
+    """Returns how long each stage took, summed over all processes; in brackets, of their cores."""
     seconds = {
-        name: sum(result["seconds"][name] for result in tokenized.values())
+        name: [result["seconds"][name] for result in tokenized.values()]
         for name in ("read", "encode", "write")
     }
-    seconds["shuffle"] = sum(result["seconds"] for _, result in orders.values())
-    seconds["pack"] = sum(result["seconds"] for result in shards)
-    listed = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+    seconds["shuffle"] = [result["seconds"] for _, result in orders.values()]
+    seconds["pack"] = [result["seconds"] for result in shards]
+    sums = {name: sum(map(Clocks.of, found), Clocks()) for name, found in seconds.items()}
+    listed = ", ".join(f"{name} {wall:.1f} ({cpu:.1f})" for name, (wall, cpu) in sums.items())
     encoders = sorted({result["encoder"] for result in tokenized.values()})
-    return f"  seconds of all processes: {listed} (encoded by {', '.join(encoders)})"
+    return f"  seconds (of CPU) of all processes: {listed}, encoded by {', '.join(encoders)}"

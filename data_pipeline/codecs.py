@@ -182,14 +182,13 @@ def decompress(chunks: Iterator[bytes], codec: str, name: str) -> Iterator[bytes
     Raises:
       UserError: the data is damaged or cut short.
     """
+    checked = _checked(chunks, name)
+    if not codec:
+        yield from checked
+        return
     frame, inside, first = _decompressor(codec), False, True
-    for chunk in chunks:
-        if first:
-            check_is_no_pointer(chunk, name)
+    for chunk in checked:
         first = False
-        if frame is None:
-            yield chunk
-            continue
         while chunk:
             if frame.eof:
                 if codec != ".zst" and not chunk.strip(b"\0"):
@@ -202,7 +201,7 @@ def decompress(chunks: Iterator[bytes], codec: str, name: str) -> Iterator[bytes
             chunk, inside = frame.unused_data, not frame.eof
             if data:
                 yield data
-    if frame is not None and (inside or first):
+    if inside or first:
         what = "it is empty" if first else f"its last {codec[1:]} frame has no end"
         raise UserError(f"{name} is cut short: {what}. Get the file again.")
 
@@ -213,9 +212,15 @@ def check_is_no_pointer(start: bytes, name: str) -> None:
         raise UserError(f"{name} is a Git LFS pointer, not the file: run `git lfs pull`.")
 
 
-def _decompressor(codec: str) -> _Decompressor | None:
-    if not codec:
-        return None
+def _checked(chunks: Iterator[bytes], name: str) -> Iterator[bytes]:
+    """Yields chunks of a file that is no pointer."""
+    for number, chunk in enumerate(chunks):
+        if not number:
+            check_is_no_pointer(chunk, name)
+        yield chunk
+
+
+def _decompressor(codec: str) -> _Decompressor:
     if codec == ".zst":
         # Frames of lm_dataformat and of `zstd --long` may need windows beyond the default 128 MiB.
         return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(_FRAME_BYTES)

@@ -1,6 +1,5 @@
 """Parts to shards: each shard's rows are read from the token stores, packed and written apart."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from data_pipeline.shards import (
     ShardWriter,
 )
 from data_pipeline.shuffling import PartOrder, PartStores
+from data_pipeline.stage_time import Clocks
 from data_pipeline.token_store import IndexedTokens
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.tokenizing import PREFIX, STORE_FOLDER
@@ -120,7 +120,7 @@ class ShardMaker:
 
     def __call__(self, item: str) -> Result:
         """Writes one shard and says what the manifest says of it."""
-        shard, start = self.shards[item], time.perf_counter()
+        shard, start = self.shards[item], Clocks.now()
         writer = ShardWriter(self.folder / shard.file, self.layout, self.work.temporary(item))
         names = {feature.name for feature in self.layout.features}
         num_tokens = num_bytes = 0
@@ -143,7 +143,7 @@ class ShardMaker:
             "shard": info._asdict(),
             "tokens": num_tokens,
             "text_bytes": num_bytes,
-            "seconds": time.perf_counter() - start,
+            "seconds": Clocks.now() - start,
         }
 
     def _rows(self, shard: Shard) -> Iterator[Rows]:

@@ -1,7 +1,6 @@
 """The global order of each part's documents, from the chunks' stores."""
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from data_pipeline.packing import Segments, fit_documents, num_joined_rows
 from data_pipeline.permutation import hash_with_seed
 from data_pipeline.plan import Plan
+from data_pipeline.stage_time import Clocks
 from data_pipeline.token_store import TokenStore
 from data_pipeline.tokenizing import PREFIX, STORE_FOLDER, Part
 from data_pipeline.work import FOLDER, Result, WorkFolder, commit_folder
@@ -98,7 +98,7 @@ def order_part(stores: PartStores, item: str, plan: Plan, folder: Path, work: Wo
     Returns:
       {"documents", "duplicates", "removed", "labels", "dropped", "rows"} of the part.
     """
-    config, began = plan.config, time.perf_counter()
+    config, began = plan.config, Clocks.now()
     keys, checks, lengths, starts, prompts = _columns(stores, folder)
     chunk = np.repeat(
         np.arange(len(stores.pieces), dtype=np.uint32), [count for _, _, count in stores.pieces]
@@ -139,7 +139,7 @@ def order_part(stores: PartStores, item: str, plan: Plan, folder: Path, work: Wo
         if config.packing == "join"
         else 0,
         "rows": num_rows,
-        "seconds": time.perf_counter() - began,
+        "seconds": Clocks.now() - began,
     }
 
 

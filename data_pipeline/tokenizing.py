@@ -1,6 +1,5 @@
 """Chunks of documents to token stores, each document in its place of the shuffle."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from data_pipeline.input_files import TOKEN_FORMS, InputFile
 from data_pipeline.permutation import hash_with_seed
 from data_pipeline.plan import Plan
 from data_pipeline.reading import Piece, PieceReader
+from data_pipeline.stage_time import Clocks
 from data_pipeline.token_store import write_store
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.work import Result, WorkFolder, commit_folder
@@ -205,7 +205,7 @@ class ChunkTokenizer:
         encoder = self.encoder
         fractions = config.validation_fraction, config.test_fraction
         store = ChunkStore(self.tokenizer, config.seed, fractions, has_prompts(config))
-        start, encoding = time.perf_counter(), 0.0
+        start, encoding = Clocks.now(), Clocks()
         inputs, warnings = [], set()
         before = 0
         for piece in self.chunks[item]:
@@ -217,17 +217,17 @@ class ChunkTokenizer:
                 reader = PieceReader(source, piece, counts, str(self.folder))
                 checked = False
                 for batch in reader.batches(filters(config)):
-                    began = time.perf_counter()
+                    began = Clocks.now()
                     if not checked and (warning := encoder.check(batch.texts)):
                         warnings.add(warning)
                     checked = True
                     self._add_batch(store, encoder, source, batch, counts)
-                    encoding += time.perf_counter() - began
+                    encoding += Clocks.now() - began
                     self.work.progress = before + reader.num_bytes
                 before += reader.num_bytes
                 sha256 = reader.sha256
             inputs.append(_input_entry(piece, counts, sha256))
-        began = time.perf_counter()
+        began = Clocks.now()
         temporary = self.work.temporary(item)
         temporary.mkdir(exist_ok=True)
         written = store.write(temporary)
@@ -237,7 +237,7 @@ class ChunkTokenizer:
         seconds = {
             "read": began - start - encoding,
             "encode": encoding,
-            "write": time.perf_counter() - began,
+            "write": Clocks.now() - began,
         }
         return {
             **written,

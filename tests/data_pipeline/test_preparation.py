@@ -215,6 +215,17 @@ def test_killed_at_any_moment_it_goes_on_and_ends_alike(several, tmp_path):
     assert kills >= 2 * (round_number + 1)  # those that came before the end
 
 
+def test_the_time_of_each_stage_is_said():
+    from data_pipeline.account import seconds_line
+
+    times = {name: [2.0, 1.5] for name in ("read", "encode", "write")}
+    tokenized = {"a": {"seconds": times, "encoder": "gigatoken"}}
+    tokenized["b"] = {"seconds": dict.fromkeys(times, 3.0), "encoder": "tiktoken"}  # as once stored
+    line = seconds_line(tokenized, {"order": (None, {"seconds": [1, 0.5]})}, [{"seconds": [4, 2]}])
+    assert "read 5.0 (4.5), encode 5.0 (4.5), write 5.0 (4.5), shuffle 1.0 (0.5)" in line
+    assert "pack 4.0 (2.0), encoded by gigatoken, tiktoken" in line
+
+
 def test_what_is_complete_is_not_done_again(several, tmp_path, monkeypatch):
     from data_pipeline.tokenizing import ChunkTokenizer
 
