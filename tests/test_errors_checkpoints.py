@@ -82,6 +82,7 @@ def test_initial_weights_of_a_data_folder_or_a_run(tmp_path, small_data, small_f
             f"is a run's folder: name one of its checkpoints, such as {checkpoint}",
         ),
         (tmp_path, "it has no manifest.json; name a run's checkpoints/step_NNNNNNNN"),
+        (checkpoint / PART, "is a file: name the folder that holds the weights"),
     ):
         flags = [*small_flags, f"--run_dir={tmp_path / 'run'}", f"--init_from={path}"]
         assert words in line_of(train.main, flags, capsys, "train")

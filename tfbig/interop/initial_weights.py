@@ -33,6 +33,11 @@ def open_weights(
       UserError: it is neither, or a pickle, or cut, or its adapters are of another scale.
     """
     refuse_pickle(path)
+    if Path(path).is_file():
+        raise UserError(
+            f"--init_from={path} is a file: name the folder that holds the weights, a run's "
+            "checkpoints/step_NNNNNNNN or one that transformers saved."
+        )
     if is_hugging_face_folder(path):
         return HuggingFaceFolder(path)
     checkpoints = list_checkpoints(RunFolder(path).checkpoints_dir)
