@@ -10,7 +10,7 @@ import os
 import re
 import textwrap
 import typing
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from absl import flags as absl_flags
@@ -67,14 +67,15 @@ def _may_be_path(section: type, name: str) -> bool:
     return typing.get_type_hints(section, include_extras=True)[name] is str
 
 
-def _define(values: absl_flags.FlagValues, section: type, item: dataclasses.Field) -> None:
+def _define(
+    values: absl_flags.FlagValues, section: type, item: dataclasses.Field, default: object
+) -> None:
     """Defines the flag of one field; None stands for "not given"."""
     hint = typing.get_type_hints(section)[item.name]
     text = field_help(section).get(item.name, "")
     choices = _choices(section, item.name)
     if choices:
         text += f" One of: {', '.join(choices)}."
-    default = item.default
     shown = "''" if default == "" else default
     text += f" (default: {shown})"
     kinds: dict[typing.Any, typing.Callable[..., typing.Any]] = {
@@ -95,17 +96,23 @@ class Flags:
       sections: config dataclasses whose fields become flags.
       common: the flags that `--help` shows; `--helpfull` shows all. Empty means all.
       summary: one line that says what the command does.
+      defaults: what fields are without their flags, where that is not the section's default.
     """
 
     def __init__(
-        self, command: str, sections: Sequence[type], summary: str, common: Sequence[str] = ()
+        self,
+        command: str,
+        sections: Sequence[type],
+        summary: str,
+        common: Sequence[str] = (),
+        defaults: Mapping[str, object] | None = None,
     ) -> None:
         self._command, self._summary = command, summary
         self._sections, self._common = sections, common
         self._values = absl_flags.FlagValues()
         for section in sections:
             for item in dataclasses.fields(section):
-                _define(self._values, section, item)
+                _define(self._values, section, item, (defaults or {}).get(item.name, item.default))
         for name, text in (("help", "Shows the common flags."), ("helpfull", "Shows all flags.")):
             absl_flags.DEFINE_boolean(name, False, text, flag_values=self._values)
 

@@ -27,9 +27,9 @@ def as_float32(value: float) -> float:
 
 
 def way_out(section: object, name: str) -> str:
-    """Returns what ends a line on a field's value: the default."""
+    """Returns what ends a line on a field's value: one that works; presets have others."""
     default = getattr(type(section)(), name)
-    return f"leave it out for the default, {default}."
+    return f"give e.g. --{name}={default}."
 
 
 def integer_problem(name: str, value: object) -> str | None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfbig import presets
 from tfbig.command import run_command
 from tfbig.errors import UserError
 from tfbig.flags import Flags
@@ -75,6 +76,7 @@ def _body(arguments: Sequence[str]) -> int:
         [PlanConfig, *run_sections()],
         "predicts memory, time and price of a run before it costs money.",
         COMMON_FLAGS,
+        presets.default_values(),
     )
     return run(flags.parse(arguments))
 

@@ -26,6 +26,7 @@ from tfbig.config import (
     RunConfig,
     count_parameters,
     flops_per_token,
+    to_dict,
 )
 from tfbig.errors import UserError, near_matches
 
@@ -228,6 +229,16 @@ def listing() -> str:
 def names() -> list[str]:
     """Returns the names of all presets."""
     return list(_table())
+
+
+def default_values() -> dict[str, object]:
+    """Returns every field of a run without flags: those of the preset that RunConfig names.
+
+    >>> default_values()["steps"]
+    300
+    """
+    sections = to_dict(preset(RunConfig.preset)).values()
+    return {name: value for section in sections for name, value in section.items()}
 
 
 def preset(name: str) -> Config:

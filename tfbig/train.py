@@ -371,7 +371,8 @@ def _body(arguments: Sequence[str]) -> int:
         OptimizerConfig,
         ModelConfig,
     )
-    flags = Flags("train", sections, "trains a GPT, resuming where it stopped.", COMMON_FLAGS)
+    summary = "trains a GPT, resuming where it stopped."
+    flags = Flags("train", sections, summary, COMMON_FLAGS, presets.default_values())
     given = flags.parse(arguments)
     if given.pop("list_presets", False):
         print(presets.listing())

@@ -45,7 +45,9 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature={self.temperature} must be at least 0: give e.g. 0.8.")
+            raise UserError(
+                f"--temperature={self.temperature} must be at least 0 and finite: give e.g. 0.8."
+            )
         if self.top_k < 0:
             raise UserError(f"--top_k={self.top_k} must be at least 0: give 0 to keep all.")
         if not 0 < self.top_p <= 1:
