@@ -208,6 +208,16 @@ def test_help_is_short_and_helpfull_complete(capsys):
         assert "--steps" in text and ("--init_std" in text) is shown
 
 
+def test_help_names_the_defaults_of_the_default_preset(capsys):
+    run = config_from({}).run
+    assert run.steps != RunConfig().steps, "else nothing is seen here"
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"from the start of the run. (default: {run.steps})" in text
+    assert f"over all ranks. (default: {run.global_batch})" in text
+
+
 def test_unknown_preset_names_the_near_ones():
     with pytest.raises(UserError, match="Did you mean gpt3_13b"):
         presets.preset("gpt3_13")
@@ -218,7 +228,9 @@ FREE = (
     " tfbig.command tfbig.errors tfbig.metrics tfbig.checkpoint tfbig.checkpoint_reader"
     " tfbig.checkpoint_writer tfbig.run_folder tfbig.saved_run tfbig.generation.sampling"
     " tfbig.generation.text_stream trainers trainers.cluster trainers.options trainers.slurm"
-    " trainers.validate tfbig.train tfbig.evaluate tfbig.generate tfbig.prepare tfbig.together"
+    " trainers.validate trainers.mesh trainers.partition trainers.pipeline_schedule"
+    " trainers.pipeline_program trainers.tensor_table tfbig.train tfbig.evaluate tfbig.generate"
+    " tfbig.prepare tfbig.together"
 )
 
 
