@@ -5,7 +5,14 @@ import itertools
 import pytest
 
 from tfbig.errors import UserError
-from trainers.mesh import AXES, Mesh, make_mesh, placement_order
+from trainers.mesh import (
+    AXES,
+    Mesh,
+    make_mesh,
+    mesh_groups,
+    placement_order,
+    warn_of_slow_tensor_groups,
+)
 
 ORDERS = ["".join(order) for order in itertools.permutations("DPT")]
 SIZES = [(1, 1, 1), (2, 2, 2), (1, 4, 2), (3, 2, 1), (2, 1, 4)]
@@ -101,3 +108,28 @@ def test_degrees_that_do_not_divide(ranks, pipeline, tensor, message):
 @pytest.mark.parametrize(("ranks_per_host", "hosts"), [(8, 1), (4, 1), (2, 2), (1, 4)])
 def test_tensor_groups_that_cross_hosts(ranks_per_host, hosts):
     assert make_mesh(8, 2, 4, "DPT").hosts_of_a_tensor_group(ranks_per_host) == hosts
+
+
+def test_tensor_groups_that_cross_hosts_are_warned_of_once(capsys):
+    warn_of_slow_tensor_groups(make_mesh(8, 2, 4, "DPT"), ranks_per_host=4)
+    assert not capsys.readouterr().err
+    warn_of_slow_tensor_groups(make_mesh(8, 2, 4, "DPT"), ranks_per_host=2)
+    warning = capsys.readouterr().err
+    assert (
+        warning.startswith("warning: each tensor group spans 2 hosts") and "\n" not in warning[:-1]
+    )
+    assert "times slower" in warning and "--tensor_parallel_degree <= 2" in warning
+
+
+def test_groups_are_few():
+    """Two ranks a pipeline hand-over, and one group a line of each other axis."""
+    groups = mesh_groups(make_mesh(8, 4, 1, "cluster"), is_ring=False, is_tied=True)
+    pipeline = [ranks for axis, ranks in groups if axis == "pipeline"]
+    assert pipeline == [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)]
+    assert [ranks for axis, ranks in groups if axis == "tied"] == [(0, 3), (4, 7)]
+    assert [ranks for axis, ranks in groups if axis == "data"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    ring = mesh_groups(make_mesh(8, 4, 1, "cluster"), is_ring=True, is_tied=True)
+    assert set(ring) - set(groups) == {("pipeline", (0, 3)), ("pipeline", (4, 7))}
+    # Of two stages, the tied ends, the ring's closure and the pair are the same two ranks.
+    two = mesh_groups(make_mesh(4, 2, 1, "cluster"), is_ring=True, is_tied=True)
+    assert {ranks for axis, ranks in two if axis in ("pipeline", "tied")} == {(0, 1), (2, 3)}

@@ -58,6 +58,9 @@ def test_models_that_cannot_be_cut_so(fields, message):
 def test_what_fits_passes():
     check_mesh_fits(config_with(pipeline_parallel_degree=4, tensor_parallel_degree=4))
     check_mesh_fits(config_with(pipeline_parallel_degree=2, pipeline="interleaved"))
+    for pipeline in ("1f1b", "interleaved"):
+        degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}
+        check_mesh_fits(config_with(**degrees, pipeline=pipeline, microbatches=4))
 
 
 @pytest.mark.parametrize("field", ["pipeline_parallel_degree", "tensor_parallel_degree"])
