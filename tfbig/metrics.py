@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tfbig.config import Config, flops_per_token
+from tfbig.recomputation_mode import group_size
 
 
 @dataclass(frozen=True)
@@ -19,18 +20,23 @@ class Throughput:
       tokens_per_step: positions that all ranks compute in one step.
       flops_per_token: model FLOPs, forward and backward.
       peak_flops: of all devices together, FLOP/s; 0 if unknown.
+      recomputed_flops_per_token: what --activation_checkpointing makes again.
     """
 
     tokens_per_step: int
     flops_per_token: float
     peak_flops: float
+    recomputed_flops_per_token: float = 0.0
 
     @classmethod
     def of(cls, config: Config, peak_flops: float) -> "Throughput":
         """Returns the rates' constants of a run."""
         length = config.data.sequence_length
         return cls(
-            config.run.global_batch * length, flops_per_token(config.model, length), peak_flops
+            config.run.global_batch * length,
+            flops_per_token(config.model, length),
+            peak_flops,
+            recomputed_flops_per_token(config),
         )
 
     def at_batch(self, share: float) -> "Throughput":
@@ -39,9 +45,32 @@ class Throughput:
 
     def model_flops_utilisation(self, seconds: float) -> float | None:
         """Returns MFU as PaLM defines it (arXiv 2204.02311), or None where the peak is unknown."""
+        return self._utilisation(self.flops_per_token, seconds)
+
+    def hardware_flops_utilisation(self, seconds: float) -> float | None:
+        """Returns HFU, which counts recomputation besides, or None where the peak is unknown."""
+        return self._utilisation(self.flops_per_token + self.recomputed_flops_per_token, seconds)
+
+    def _utilisation(self, flops: float, seconds: float) -> float | None:
         if not self.peak_flops or seconds <= 0:
             return None
-        return self.tokens_per_step * self.flops_per_token / seconds / self.peak_flops
+        return self.tokens_per_step * flops / seconds / self.peak_flops
+
+
+def recomputed_flops_per_token(config: Config) -> float:
+    """Returns the FLOPs of forward products that the backward pass makes again, a token.
+
+    Of checkpointed blocks all, of `attention` the scores; both by the whole attention square, as
+    the model's own are counted.
+    """
+    model, mode = config.model, config.parallel.activation_checkpointing
+    scores = 2.0 * config.data.sequence_length * model.num_heads * model.attention_head_dim
+    if mode == "attention":
+        return model.num_layers * scores
+    if not group_size(mode):
+        return 0.0
+    head = 6.0 * model.vocab_size * model.embed_dim  # forward, and twice as much backward
+    return (flops_per_token(model, config.data.sequence_length) - head) / 3
 
 
 @dataclass(frozen=True)
@@ -112,7 +141,7 @@ def train_record(
         "communication_seconds": dict(times.communication),
         "slowest_rank": None,  # of several: see heartbeat.slowest_rank
         "mfu": utilisation,
-        "hfu": utilisation,  # the same until activations are recomputed
+        "hfu": throughput.hardware_flops_utilisation(times.step),
         "peak_flops": throughput.peak_flops,
         "peak_memory_bytes": peak_memory_bytes,
     }
