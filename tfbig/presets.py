@@ -70,7 +70,11 @@ def blog() -> Config:
 
 
 def _gpt2(name: str, num_layers: int, embed_dim: int, num_heads: int) -> Config:
-    """GPT-2 (Radford et al. 2019): context 1024, vocabulary 50257, batch 512."""
+    """GPT-2 (Radford et al. 2019): context 1024, vocabulary 50257, batch 512.
+
+    It publishes no learning rate: peak and warm-up are GPT-1's (Radford et al. 2018, section 4.1),
+    the number of steps is ours.
+    """
     return Config(
         model=ModelConfig(
             vocab_size=50257,
