@@ -87,7 +87,12 @@ def test_min_tokens_and_early_stopping(trainer):
 
 
 def test_bad_options(trainer):
-    for options in ({"num_beams": 0}, {"no_repeat_ngram_size": -1}, {"length_penalty": np.inf}):
+    for options in (
+        {"num_beams": 0},
+        {"num_beams": 100_000},
+        {"no_repeat_ngram_size": -1},
+        {"length_penalty": np.inf},
+    ):
         with pytest.raises(UserError):
             BeamOptions(**options)
     with pytest.raises(UserError, match="beam search forgets nothing"):

@@ -12,6 +12,8 @@ from tfbig.errors import UserError
 from tfbig.generation.engine import prefill_width
 from tfbig.generation.sampling import log_probabilities
 
+MOST_BEAMS = 1024
+
 
 @dataclass(frozen=True)
 class BeamOptions:
@@ -35,8 +37,11 @@ class BeamOptions:
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        if self.num_beams < 1:
-            raise UserError(f"--num_beams={self.num_beams} must be at least 1: give e.g. 4.")
+        if not 1 <= self.num_beams <= MOST_BEAMS:
+            raise UserError(
+                f"--num_beams={self.num_beams} must be at least 1 and at most {MOST_BEAMS}, as each"
+                " beam keeps keys and values of its own: give e.g. 4."
+            )
         if self.no_repeat_ngram_size < 0:
             raise UserError(
                 f"--no_repeat_ngram_size={self.no_repeat_ngram_size} must be at least 0: give 0 "
