@@ -72,7 +72,8 @@ def test_prune_keeps_the_best_and_waits_for_no_job(run, capsys):
     [
         (["lst"], "Did you mean list?"),
         (["list"], "name the run's folder"),
-        (["list", "--run=nowhere"], "nowhere has no complete checkpoint"),
+        (["list", "--run=nowhere"], "--run=nowhere is not a folder: name a run folder"),
+        (["list", "--run=tests"], "tests has no complete checkpoint yet: train it further"),
     ],
 )
 def test_mistakes(arguments, words):

@@ -146,9 +146,14 @@ ACTIONS: Mapping[str, Callable[[CheckpointsConfig], int]] = {
 def _checkpoints(run: str) -> list[CheckpointInfo]:
     if not run:
         raise UserError("name the run's folder: --run=runs/gpt_tiny")
-    found = list_checkpoints(RunFolder(run).checkpoints_dir)
+    folder = RunFolder(run)
+    if not folder.path.is_dir():
+        raise UserError(
+            f"--run={run} is not a folder: name a run folder, e.g. --run=runs/gpt_tiny."
+        )
+    found = list_checkpoints(folder.checkpoints_dir)
     if not found:
-        raise UserError(f"{run} has no complete checkpoint.")
+        raise UserError(f"{run} has no complete checkpoint yet: train it further.")
     return found
 
 
