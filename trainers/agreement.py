@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from tfbig.config import Config
 from tfbig.errors import UserError
 from tfbig.together import on_every_rank
-from trainers.collectives import Engine
 
 PACKAGES = ("tfbig", "trainers", "data_pipeline")
 # What may differ between hosts.
@@ -42,16 +42,20 @@ def _code_hash(root: Path) -> int:
 
 
 @on_every_rank()
-def check_equal_ranks(engine: Engine, config: Config) -> None:
+def check_equal_ranks(differs: Callable[[np.ndarray], np.ndarray], config: Config) -> None:
     """Compares configuration and code over all ranks.
+
+    Args:
+      differs: returns where an int64 vector (n,) isn't the same on all ranks, equal on every rank.
+      config: of this rank.
 
     Raises:
       UserError: on every rank, naming the fields that differ.
     """
     hashes = fingerprint(config)
-    differs = engine.differs(np.array(list(hashes.values()), np.int64))
-    if differs.any():
-        names = [name for name, differing in zip(hashes, differs, strict=True) if differing]
+    found = differs(np.array(list(hashes.values()), np.int64))
+    if found.any():
+        names = [name for name, differing in zip(hashes, found, strict=True) if differing]
         raise UserError(
             f"the ranks differ in {', '.join(names)}: start all of them with the same flags and"
             " the same code."

@@ -56,7 +56,7 @@ class HorovodTrainer(ReplicaTrainer):
         self.rank = self.data_rank = self._engine.rank
         self.size = self.data_size = self.num_replicas = self._engine.size
         prepare_devices(config.parallel, self._engine.local_rank, self._engine.local_size)
-        check_equal_ranks(self._engine, config)
+        check_equal_ranks(self._engine.differs, config)
         self._data = self._engine.everyone("data")
 
     def agree(self, value: int, op: str) -> int:

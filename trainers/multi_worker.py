@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfbig.config import Config
 from tfbig.errors import UserError
 from tfbig.parallel_config import ParallelConfig
+from trainers.agreement import check_equal_ranks
 from trainers.cluster import Place, place_from_tf_config
 from trainers.devices import configure_local_devices
 from trainers.distribute import DistributeTrainer
@@ -77,6 +78,7 @@ class MultiWorkerTrainer(DistributeTrainer):
         self.rank = place.rank
         self.data_rank = self.rank
         self._functions: dict[float, Callable] = {}
+        check_equal_ranks(self._differs, config)
 
     def agree(self, value: int, op: str) -> int:
         everyone = self._all(tf.constant([value], tf.int64), AGREE_SECONDS)
@@ -84,6 +86,13 @@ class MultiWorkerTrainer(DistributeTrainer):
 
     def broadcast(self, array: np.ndarray) -> np.ndarray:
         return self._all(tf.convert_to_tensor(array), AGREE_SECONDS)[: len(array)]
+
+    def _differs(self, values: np.ndarray) -> np.ndarray:
+        if self.agree(len(values), "min") != self.agree(len(values), "max"):
+            return np.ones(len(values), bool)
+        everyone = self._all(tf.constant(values, tf.int64), AGREE_SECONDS)  # (ranks n,)
+        everyone = everyone.reshape([self.size, len(values)])  # (ranks, n)
+        return (everyone != everyone[0]).any(axis=0)
 
     def barrier(self, timeout: float) -> None:
         try:

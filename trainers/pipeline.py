@@ -54,7 +54,7 @@ class PipelineTrainer(Trainer):
         self._engine = Engine(deterministic=parallel.deterministic)
         try:
             prepare_devices(parallel, self._engine.local_rank, self._engine.local_size)
-            check_equal_ranks(self._engine, config)
+            check_equal_ranks(self._engine.differs, config)
             self.mesh = make_mesh(
                 self._engine.size,
                 parallel.pipeline_parallel_degree,

@@ -26,9 +26,10 @@ def launch(strategy: str, folder: Path, flags: list[str]) -> None:
         return
     else:
         if strategy == "pipeline":
+            arguments += ["--pipeline_parallel_degree=2", "--num_layers=2"]
             arguments += ["--tensor_parallel_degree=2"]
         # With three ranks a sum may depend on which tensors are fused.
-        done = horovodrun(3 if strategy == "horovod" else 2, arguments, TIMEOUT)
+        done = horovodrun(3 if strategy == "horovod" else 4, arguments, TIMEOUT)
     assert done.returncode == 0, done.stdout
 
 

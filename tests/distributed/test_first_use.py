@@ -18,6 +18,14 @@ FLAGS = (
 
 
 @pytest.mark.distributed
+def test_a_process_without_horovodrun_is_a_world_of_one(tmp_path, small_flags):
+    flags = [*small_flags, "--strategy=horovod", "--steps=2", f"--run_dir={tmp_path / 'run'}"]
+    done = run([sys.executable, "-m", "tfbig.train", *flags], timeout=240)
+    assert done.returncode == 0, done.stdout
+    assert [record["num_tokens"] for record in read_metrics(tmp_path / "run")] == [6 * 32] * 2
+
+
+@pytest.mark.distributed
 def test_rank_0_prepares_and_both_ranks_train(tmp_path):
     lines = [json.dumps({"text": f"{TEXT * 40}# {number}\n"}) for number in range(200)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.distributed.parity import Saw, largest_error, overall_error, run_cases
+from tests.distributed.parity import Saw, largest_error, loss_error, overall_error, run_cases
 
 TOLERANCE = 1e-5
 # No clipping: a gradient that is clipped to a norm hides a wrong scale.
@@ -21,7 +21,7 @@ WIDE = {"embed_dim": 256, "num_heads": 4}
 CASES = {
     # name: (fields beside strategy's, model, strategies under horovodrun)
     "sgd": (SGD, {}, {"tape": TAPE, "buckets": BUCKETS}),
-    "adamw": (ADAMW, UNTIED, {"tape": TAPE}),
+    "adamw": (ADAMW, UNTIED, {"tape": TAPE, "buckets": BUCKETS}),
     "wide": (SGD, WIDE, {"buckets": BUCKETS}),
     "accumulated": (
         {**CLIPPED, "ema_decay": 0.5, "layer_grad_norms": True},
@@ -29,7 +29,14 @@ CASES = {
         {"buckets": {"strategy": "horovod", "microbatches": 2, "jit_compile": True}},
     ),
     "float16": ({**SGD, **FLOAT16}, {}, {"buckets": BUCKETS}),
+    "bfloat16": (
+        {**SGD, "precision": "bfloat16"},
+        UNTIED,
+        {"tape": TAPE, "buckets": {**BUCKETS, "microbatches": 2}},
+    ),
+    "untied": (SGD, UNTIED, {}),  # what bfloat16 errs from
 }
+SIXTEEN_BITS = ("float16", "bfloat16")
 ALSO_ON_3 = ("sgd", "adamw")
 FAULTS = ("missing_allreduce", "mean_of_means")
 
@@ -77,7 +84,7 @@ def saw(tmp_path_factory) -> dict[tuple[int, str], Saw]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "num_processes, name, kind",
-    [(2, n, k) for n, (_, _, kinds) in CASES.items() for k in kinds if n != "float16"]
+    [(2, n, k) for n, (_, _, kinds) in CASES.items() for k in kinds if n not in SIXTEEN_BITS]
     + [(3, n, k) for n in ALSO_ON_3 for k in CASES[n][2]],
 )
 def test_horovod_equals_single(saw, num_processes, name, kind):
@@ -110,6 +117,18 @@ def test_float16_takes_its_steps_and_errs_at_most_twice_as_much(saw):
     allowed = 2 * overall_error(alone, exact, "state/")
     assert 0 < allowed < 0.1, "float16 is really used, and works"
     assert overall_error(two, exact, "state/") < allowed
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["tape", "buckets"])
+def test_bfloat16_errs_at_most_twice_as_much(saw, kind):
+    exact, alone, two = saw[1, "untied"], saw[1, "bfloat16"], saw[2, f"bfloat16_{kind}"]
+    for prefix in ("gradient/", "state/"):
+        allowed = 2 * overall_error(alone, exact, prefix)
+        assert 0 < allowed < 0.1, "bfloat16 is really used, and works"
+        assert overall_error(two, exact, prefix) < allowed
+    assert loss_error(alone, exact) > TOLERANCE
+    assert loss_error(two, exact) <= 2 * loss_error(alone, exact)
 
 
 @pytest.mark.distributed

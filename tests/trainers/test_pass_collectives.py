@@ -28,8 +28,8 @@ class MarkingGroup:
 
 
 @functools.cache
-def count(mode: str) -> tuple[int, int]:
-    """Returns the all-reduces of the forward and of the backward pass."""
+def graphs_of(mode: str) -> tuple[tf.Graph, tf.Graph]:
+    """Returns the graphs of the forward and of the backward pass of a whole model."""
     config = make_config({"fields": {}, "model": {"num_layers": LAYERS}})
     split = TensorParallel(MarkingGroup())
     chunk = Chunk(GPT.from_config(config.model, split=split, activation_checkpointing=mode))
@@ -40,9 +40,29 @@ def count(mode: str) -> tuple[int, int]:
 
     chunk.forward(None, local_batch(Replica, 0), 0, 1, tf.constant(0, tf.int64))
     (passes,) = chunk._passes.values()
+    return passes.graphs
+
+
+def test_no_tensor_holds_whole_logits():
+    """Each rank has the logits of its part of the vocabulary alone, forward and backward."""
+    vocab_size = make_config({"fields": {}, "model": {}}).model.vocab_size
+    own = TensorParallel(MarkingGroup()).part(vocab_size)[1]
+    last_dims = {
+        tensor.shape[-1]
+        for graph in graphs_of("none")
+        for operation in graph.get_operations()
+        for tensor in operation.outputs
+        if tensor.shape.rank
+    }
+    assert own in last_dims and not last_dims & {vocab_size, 2 * own}, last_dims
+
+
+@functools.cache
+def count(mode: str) -> tuple[int, int]:
+    """Returns the all-reduces of the forward and of the backward pass."""
     forward, backward = (
         sum(operation.type == MARK for operation in graph.get_operations())
-        for graph in passes.graphs
+        for graph in graphs_of(mode)
     )
     return forward, backward
 
