@@ -14,7 +14,10 @@ from data_pipeline.tokenizer import GPT2_PATTERN, Tokenizer
 from tfbig.errors import UserError
 
 BACKENDS = ("gigatoken", "tiktoken", "tokenizers")  # fastest first
-_GATE_CHARACTERS = 1 << 16  # text of each input on which a backend must agree with the library
+# Text of an input on which a backend must agree with the library: so much at most, all of it until
+# so much is compared, and later a share, for the library would take longer than everything else.
+_GATE_CHARACTERS = 1 << 16
+_GATE_SHARE, _GATE_LEAST = 64, 256
 # A document is cut into pieces of about this many characters, encoded apart and joined. Memory and
 # time of one huge document are those of its pieces.
 SEGMENT_CHARACTERS = 1 << 20
@@ -49,6 +52,7 @@ class TokenEncoder:
             "tiktoken": _tiktoken_backend,
             "tokenizers": _library_backend,
         }
+        self._num_compared = 0  # characters
         self._candidates = list(BACKENDS) if wanted == "auto" else [wanted]
         self._use_next(wanted != "auto")
 
@@ -71,12 +75,15 @@ class TokenEncoder:
         Returns:
           "" when they agree; else which backend was dropped, and for which.
         """
-        sample, room = [], _GATE_CHARACTERS
+        share = max(_GATE_LEAST, sum(map(len, texts)) // _GATE_SHARE)
+        room = min(_GATE_CHARACTERS, max(share, _GATE_CHARACTERS - self._num_compared))
+        sample = []
         for text in texts:
             if room <= 0:
                 break
             sample.append(text[:room])
             room -= len(text)
+        self._num_compared += sum(map(len, sample))
         said = ""
         while self.name != "tokenizers" and sample:
             ids, lengths = self.encode(sample)

@@ -107,3 +107,16 @@ def test_a_backend_that_differs_is_dropped_aloud(tokenizer):
     assert other.name != name
     ids, _ = other.encode(TEXTS)
     assert np.array_equal(ids, np.concatenate([tokenizer.encode(text) for text in TEXTS]))
+
+
+def test_a_sample_of_every_input_is_compared(tokenizer, monkeypatch):
+    """All of the first inputs, then a share of each: the library is slow."""
+    seen = []
+    original = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: seen.append(len(text)) or original(text))
+    found = TokenEncoder(tokenizer, "tiktoken")
+    for size, compared in ((40_000, 40_000), (40_000, 25_536), (100, 100), (5000, 256)):
+        seen.clear()
+        assert found.check(["word " * (size // 5)]) == "" and sum(seen) == compared
+    seen.clear()
+    assert found.check(["word " * 200] * 4000) == "" and sum(seen) == 62_500  # of 4 million
