@@ -28,6 +28,8 @@ class RobustnessConfig:
     """Robust deviations above the median at which a loss counts as bad, e.g. 10; 0 means none."""
     spike_window: int = 100
     """Newest losses of which median and deviation (MAD) are taken; judging begins at half."""
+    check_replicas_every: int = 100
+    """Steps between comparisons of the weights that ranks hold copies of; 0 means none."""
     replay_step: int = 0
     """Only repeats this step of a run from the checkpoint before it, and shows its samples."""
 
@@ -35,7 +37,8 @@ class RobustnessConfig:
 def robustness_problems(config: RobustnessConfig) -> Iterator[str]:
     """Yields one line for each rule that the section breaks."""
     at_least_0 = (
-        "keep_every hang_timeout max_bad_steps max_rollbacks spike_threshold replay_step"
+        "keep_every hang_timeout check_replicas_every max_bad_steps max_rollbacks spike_threshold"
+        " replay_step"
     ).split()
     for name, minimum in [*((name, 0) for name in at_least_0), ("spike_window", 2)]:
         value = getattr(config, name)

@@ -96,6 +96,7 @@ def _train(
     from tfbig.loop import Loop
     from tfbig.metrics import Throughput
     from tfbig.profiler.profiling import measured
+    from tfbig.replica_hook import ReplicaHook
     from tfbig.run_start import introduce, make_run_folder, recent_losses, start_from
     from tfbig.run_state import StateKeeper, check_shared
     from tfbig.stop_signal import StopSignal
@@ -123,6 +124,8 @@ def _train(
     peak, peak_source = peak_flops(config.parallel.precision)
     total_peak = 1e9 * trainer.agree(int(peak / 1e9), "sum")
     hooks: list[Any] = []
+    every = config.robustness.check_replicas_every
+    checks = [ReplicaHook(trainer, every)] if every else []
     if trainer.rank == 0:
         notes = [*memory, *(f"checkpoint of {note}; an older one is used" for note in notes)]
         hooks = begin_record(config, trainer, folder, data, command, peak_source)
@@ -139,7 +142,7 @@ def _train(
             open_batches=functools.partial(train_batches, config, trainer, data),
             evaluate=lambda: evaluate_validation(config, trainer, data, stop_signal, pulse),
             saver=keeper,
-            hooks=[*measuring, *hooks],
+            hooks=[*measuring, *hooks, *checks],
             throughput=Throughput.of(config, total_peak),
             stop_signal=stop_signal,
             bad_steps=BadSteps(config, recent_losses(reader)),

@@ -189,6 +189,13 @@ class Trainer(abc.ABC):
         """Returns how the model is cut over the ranks, None where each holds all of it."""
         return None
 
+    def differing_replicas(self) -> list[tuple[str, list[int]]]:
+        """Returns weights that differ between ranks which must hold the same, and those ranks.
+
+        Every rank calls it and gets the same; nothing where no rank holds a copy of another's.
+        """
+        return []
+
     def timings(self) -> Callable[[], dict[str, float]]:
         """Returns a function that gives the last step's communication, without waiting for it now.
 

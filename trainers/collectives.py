@@ -26,6 +26,7 @@ from horovod.tensorflow import mpi_ops  # noqa: E402
 
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 AGREE, BROADCAST, BARRIER, DIFFERS = "agree", "broadcast", "barrier", "differs"
+EXTREME, GATHER = "extreme", "gather"
 
 
 def _order_insensitive() -> None:
@@ -227,6 +228,18 @@ class Engine:
 
         low, high = self._function(DIFFERS, extremes, len(values))(tf.constant(values, tf.int64))
         return (low != high).numpy()
+
+    def extreme(self, values: np.ndarray, op: str) -> np.ndarray:
+        """Returns the elementwise "min" or "max" of an int64 vector, of one length on all ranks."""
+        name = f"{EXTREME}_{op}_{len(values)}"
+        run = self._function(EXTREME, lambda x: self.world.all_reduce(x, name, op), name)
+        return run(tf.constant(values, tf.int64)).numpy()
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        """Returns all ranks' int64 vectors of one length, (ranks x length,) in order of rank."""
+        name = f"{GATHER}_{len(values)}"
+        run = self._function(GATHER, lambda x: self.world.all_gather(x, name), name)
+        return run(tf.constant(values, tf.int64)).numpy()
 
     def broadcast(self, array: np.ndarray) -> np.ndarray:
         """Returns rank 0's array."""

@@ -17,6 +17,7 @@ from trainers.collectives import Engine, distributed_tape
 from trainers.devices import prepare_devices
 from trainers.gradients import BatchSums, Gradients, batch_gradients
 from trainers.replica import ReplicaTrainer
+from trainers.replica_check import ReplicaCheck
 from trainers.validate import check_data_parallel_only, check_one_device
 
 FLOAT32_BYTES = 4
@@ -76,6 +77,11 @@ class HorovodTrainer(ReplicaTrainer):
         self._buckets = plan_buckets(sizes, max_elements)
         # The optimizer's slots exist by now: what is made later would not be broadcast.
         self._broadcast_state()
+        weights = self._locals[0].weights()  # none where ranks share them
+        self._replica_check = ReplicaCheck(self._engine, list(weights), weights)
+
+    def differing_replicas(self) -> list[tuple[str, list[int]]]:
+        return self._replica_check.differing()
 
     def close(self) -> None:
         self._engine.close()

@@ -31,6 +31,7 @@ from trainers.pipeline_schedule import compute_order, forward_order
 from trainers.pipeline_stage import Chunk
 from trainers.pipeline_stepper import Stepper
 from trainers.pipeline_update import MeshGroups, Update
+from trainers.replica_check import mesh_check
 from trainers.sharded_optimizer import ShardedOptimizer
 from trainers.tensor_parallel import TensorParallel
 from trainers.tensor_state import TensorState
@@ -123,6 +124,7 @@ class PipelineTrainer(Trainer):
         self._shards = shard_table(
             config.model, self._paths(variables), self.places, self.mesh.sizes
         )
+        self._replica_check = mesh_check(self._engine, config.model, self.mesh, variables)
         for path, variable in variables.items():
             assert tuple(variable.shape) == self._shards[path].local_shape, path
         trained = {
@@ -194,6 +196,9 @@ class PipelineTrainer(Trainer):
         if training and any(not chunk.trained for chunk in self._chunks):
             raise UserError("--freeze leaves a stage nothing to train: freeze less, or cut less.")
         return {path: v for chunk in self._chunks for path, v in chunk.variables.items()}
+
+    def differing_replicas(self) -> list[tuple[str, list[int]]]:
+        return self._replica_check.differing()
 
     def _paths(self, variables: Mapping[str, tf.Variable]) -> list[str]:
         """Returns the paths of what this rank has or shares."""

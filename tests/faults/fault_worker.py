@@ -4,11 +4,14 @@ usage: fault_worker.py KIND RANK STEP FLAGS..., where KIND is
   exit0    the rank's process ends with code 0
   short    the rank thinks it is done and leaves the loop
   stop     the rank's process is stopped by SIGSTOP
+  flip     one bit of one weight changes
 """
 
 import os
 import signal
 import sys
+
+import numpy as np
 
 from tfbig.command import launched_rank, quiet_tensorflow
 
@@ -18,13 +21,18 @@ from tfbig import train  # noqa: E402
 from tfbig.loop import Loop  # noqa: E402
 
 
-def befall(kind: str) -> None:
+def befall(kind: str, trainer) -> None:
     if kind == "exit0":
         os._exit(0)
     if kind == "short":
         sys.exit(0)
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "flip":
+        variable = trainer._locals[0].variables["transformer_blocks/0/ffn/up/bias"]
+        bits = variable.numpy().view(np.uint32)
+        bits[3] ^= 1
+        variable.assign(bits.view(np.float32))
 
 
 def main(kind: str, rank: int, step: int, flags: list[str]) -> None:
@@ -33,7 +41,7 @@ def main(kind: str, rank: int, step: int, flags: list[str]) -> None:
 
         def launch(self, progress):
             if progress.step == step:
-                befall(kind)
+                befall(kind, self.trainer)
             return real(self, progress)
 
         Loop._launch = launch
