@@ -80,9 +80,8 @@ def test_backward_runs_no_collective_of_forward_again(waits):
     """What is kept was made from one's result, or waits for one, as where it is timed."""
 
     def function(x, weight):
-        drawn = tf.random.uniform(
-            [4], seed=1
-        )  # stateful, as our build's collectives are: it always runs
+        # Stateful, as our build's collectives are: it always runs.
+        drawn = tf.random.uniform([4], seed=1)
         if not waits:
             return [tf.exp(x * weight + drawn)]
         with tf.control_dependencies([drawn]):
