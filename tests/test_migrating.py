@@ -17,7 +17,7 @@ OURS = [block for block in BLOCKS if "config_from(" in block]
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_script_is_python(block):
-    ast.parse(block)
+    assert ast.parse(block).body
 
 
 @pytest.mark.parametrize("block", OURS)

@@ -78,8 +78,11 @@ class Rows:
         assert np.all(np.isneginf(logits[:, VOCABULARY:]))
 
 
-def walk(rows: Rows, precision: str = "float32") -> None:
-    """Ragged prompts, single tokens, rows that pause, begin anew, and go on from another's past."""
+def walk(rows: Rows, precision: str = "float32") -> int:
+    """Returns the longest row's tokens in the end.
+
+    Ragged prompts, single tokens, rows that pause, begin anew, and go on from another's past.
+    """
     rows.check(rows.feed([5, 1, 9]), precision)
     for counts in ([1, 1, 1], [1, 0, 1], [0, 1, 1]):
         rows.check(rows.feed(counts), precision)
@@ -90,13 +93,13 @@ def walk(rows: Rows, precision: str = "float32") -> None:
     rows.check(rows.feed([0, 1, 0], source=[0, 0, 0], width=4), precision)
     free = LENGTH - max(map(len, rows.texts))
     rows.check(rows.feed([free] * 3), precision)
-    assert max(map(len, rows.texts)) == LENGTH
+    return max(map(len, rows.texts))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_the_whole_model(family):
     trainer = make(family)
-    walk(Rows(trainer, 3))
+    assert walk(Rows(trainer, 3)) == LENGTH
     assert trainer._decoder.num_traces == 2, "one step of all rows, one of some"
     walk(Rows(trainer, 3))
     rows = Rows(trainer, 1)
@@ -109,12 +112,12 @@ def test_equals_the_whole_model(family):
     ("family", "precision"), [*((name, "bfloat16") for name in FAMILIES), ("gpt2", "float16")]
 )
 def test_equals_the_whole_model_in_half_precision(family, precision):
-    walk(Rows(make(family, precision), 3), precision)
+    assert walk(Rows(make(family, precision), 3), precision) == LENGTH
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_variables_on_the_device_hold_the_same(precision):
-    walk(Rows(make("neox", precision), 3, DeviceStore), precision)
+    assert walk(Rows(make("neox", precision), 3, DeviceStore), precision) == LENGTH
 
 
 def test_a_cache_sees_the_weights_of_the_time_it_was_made():
