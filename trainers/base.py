@@ -47,10 +47,6 @@ class StateReader(Protocol):
     ) -> np.ndarray: ...
 
 
-class WorldChanged(Exception):
-    """Ranks left or joined an elastic run; the loop calls `rejoin`."""
-
-
 class Trainer(abc.ABC):
     """How a step runs on this process's devices and with other processes.
 
@@ -211,10 +207,6 @@ class Trainer(abc.ABC):
         and, where the strategy drives them one by one, of "forward" and "backward" passes.
         """
         return no_spans
-
-    def rejoin(self, step: int, consumed_samples: int) -> tuple[int, int]:
-        """Restarts the engine after WorldChanged; returns the survivors' (step, samples)."""
-        raise NotImplementedError(f"{type(self).__name__} is not elastic")
 
     def close(self) -> None:  # noqa: B027 - most strategies have nothing to close
         """Shuts the engine down; another Trainer can be built in the same process."""
