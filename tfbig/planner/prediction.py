@@ -135,20 +135,18 @@ def read_prediction(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def num_devices_of(config: Config, record: Mapping[str, Any]) -> int:
-    """Returns the devices of a run from its prediction, 1 for `single`.
+def num_devices_of(record: Mapping[str, Any]) -> int:
+    """Returns the devices of a run from its prediction, which every run writes.
 
     Raises:
       UserError: nothing says it.
     """
-    if "num_devices" in record:
-        return int(record["num_devices"])
-    if config.parallel.strategy == "single":
-        return 1
-    raise UserError(
-        "the run does not say on how many devices it ran: it was made by a version without"
-        " prediction.json."
-    )
+    if "num_devices" not in record:
+        raise UserError(
+            f"the run's {PREDICTION_FILE}, which says on how many devices it ran, is missing or"
+            " damaged: restore it, or train some steps of a new run."
+        )
+    return int(record["num_devices"])
 
 
 def compared(plan: Plan, measured: Measured) -> list[tuple[str, float, float]]:
