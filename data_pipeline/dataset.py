@@ -15,10 +15,10 @@ from data_pipeline.feeding import (
     batches_together,
     make_dataset,
 )
+from data_pipeline.folder_check import check_shards, check_tokenizer, check_vocabulary
 from data_pipeline.order import DataOrder, Place
 from data_pipeline.shards import DOCUMENT_IDS, LOSS_MASK, TOKENS, ShardReader
 from data_pipeline.tokenizer import Tokenizer
-from tfbig.durable_file import digest_file
 from tfbig.errors import UserError
 
 SAMPLE_INDEX, SOURCE_INDEX = "sample_index", "source_index"
@@ -138,10 +138,10 @@ class TokenData:
         """
         folder = Path(folder)
         found = manifest.read(folder)
-        _check_tokenizer(folder, found.contents)
-        _check_shards(folder, found.contents)
+        check_tokenizer(folder, found.contents)
+        check_shards(folder, found.contents)
         if vocab_size is not None:
-            _check_vocabulary(folder, found.contents, vocab_size)
+            check_vocabulary(folder, found.contents, vocab_size)
         data = cls(folder, found)
         data.data_workers = data_workers
         return data
@@ -360,42 +360,3 @@ def _local_batch(global_batch: int, data_size: int) -> int:
             f"{global_batch % data_size})."
         )
     return global_batch // data_size
-
-
-def _check_tokenizer(folder: Path, contents: Mapping[str, Any]) -> None:
-    path = folder / manifest.TOKENIZER
-    if not path.is_file():
-        raise UserError(f"{folder} has no {manifest.TOKENIZER}: prepare it anew.")
-    if digest_file(path).sha256 != contents["tokenizer"]["sha256"]:
-        raise UserError(
-            f"{path} has changed since the data was made with it: put the old one back, or prepare "
-            "another folder."
-        )
-
-
-def _check_shards(folder: Path, contents: Mapping[str, Any]) -> None:
-    for split in contents["splits"].values():
-        for shard in split["shards"]:
-            path = folder / shard["file"]
-            expected = shard["rows"] * contents["stride"]
-            if not path.is_file():
-                raise UserError(f"{folder} lacks its shard {shard['file']}: prepare it anew.")
-            found = path.stat().st_size
-            if found != expected:
-                raise UserError(
-                    f"{path} has {found} bytes instead of {expected} ({shard['rows']} rows x "
-                    f"{contents['stride']}): it is cut or changed; restore it, "
-                    "or prepare anew."
-                )
-
-
-def _check_vocabulary(folder: Path, contents: Mapping[str, Any], vocab_size: int) -> None:
-    """Embedding lookups take ids beyond the table without a word: they are refused here."""
-    shards = [shard for split in contents["splits"].values() for shard in split["shards"]]
-    largest = max((shard["max_id"] for shard in shards), default=-1)
-    largest = max(largest, contents["tokenizer"]["vocab_size"] - 1)
-    if largest >= vocab_size:
-        raise UserError(
-            f"{folder} has token ids up to {largest}, beyond --vocab_size={vocab_size}: the model "
-            f"needs --vocab_size={largest + 1} or more."
-        )

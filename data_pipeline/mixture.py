@@ -94,14 +94,7 @@ def append_segment(
     _check_names(folder, weights, sources)
     complete = {name: weights.get(name, last["weights"].get(name, 1.0)) for name in sources}
     rows = np.array([_rows(merged, name) for name in sources], np.int64)
-    num_samples = float((rows * np.array([complete[name] for name in sources])).sum())
-    if not num_samples:
-        raise UserError("all sources that have rows would have weight 0: nothing to train on.")
-    if num_samples > _MOST_SAMPLES:
-        raise UserError(
-            f"--weights: a round of {rows.sum():,} rows would have {num_samples:.3g} samples, more "
-            f"than {_MOST_SAMPLES:,}: only the weights' ratios matter, give smaller ones."
-        )
+    _check_round(rows, np.array([complete[name] for name in sources]))
     segment = {"first_sample": first_sample, "weights": complete}
     kept = contents["mixture"][:-1] if replaces else contents["mixture"]
     contents["mixture"] = [*kept, segment]
@@ -109,6 +102,23 @@ def append_segment(
     header = ("format", "format_version", "order_version")
     manifest.write(folder, {k: v for k, v in contents.items() if k not in header})
     return segment
+
+
+def _check_round(rows: np.ndarray, weights: np.ndarray) -> None:
+    """Checks that a round of all sources has samples, and not too many.
+
+    Args:
+      rows: (sources,) of each.
+      weights: (sources,).
+    """
+    num_samples = float((rows * weights).sum())
+    if not num_samples:
+        raise UserError("all sources that have rows would have weight 0: nothing to train on.")
+    if num_samples > _MOST_SAMPLES:
+        raise UserError(
+            f"--weights: a round of {rows.sum():,} rows would have {num_samples:.3g} samples, more "
+            f"than {_MOST_SAMPLES:,}: only the weights' ratios matter, give smaller ones."
+        )
 
 
 def _check_names(folder: Path, weights: Mapping[str, float], sources: list[str]) -> None:

@@ -269,6 +269,7 @@ def _zip_records(path: str, name: str) -> Iterator[tuple[str, Any]]:
                 if not member.is_dir():
                     with archive.open(member) as file:
                         yield from _member_records(member.filename, file, InputFile(path, name))
+    # NotImplementedError is zipfile's for a compression or encryption that it does not know.
     except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
         raise UserError(f"{name} is no intact zip archive: {error}") from None
 

@@ -88,16 +88,22 @@ def chunked_token_loss(
         def gradient(upstream: tf.Tensor, *_: tf.Tensor):
             assert with_gradient, "a gradient of a head that was told nobody would ask for one"
             parts = [tf.concat([chunk.hidden_part for chunk in chunks], 0), *totals]
-            wanted = [hidden, weight, *bias]
-            return [
-                tf.cast(part * tf.cast(upstream, part.dtype), x.dtype)
-                for part, x in zip(parts, wanted, strict=True)
-            ]
+            return _scaled(parts, upstream, [hidden, weight, *bias])
 
         return (tf.reduce_sum(token_loss * mask), token_loss, predicted), gradient
 
     summed, token_loss, predicted = run(*arguments)
     return summed, tf.stop_gradient(token_loss), predicted
+
+
+def _scaled(
+    parts: Sequence[tf.Tensor], upstream: tf.Tensor, like: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Returns the parts times a scalar, in the dtypes of what they are gradients of."""
+    return [
+        tf.cast(part * tf.cast(upstream, part.dtype), x.dtype)
+        for part, x in zip(parts, like, strict=True)
+    ]
 
 
 def _exact(dtype: tf.DType) -> tf.DType:
