@@ -92,12 +92,10 @@ def _train(
 ) -> int:
     from tfbig.bad_samples import examine_step
     from tfbig.bad_steps import BadSteps
-    from tfbig.hardware import peak_flops
     from tfbig.loop import Loop
     from tfbig.metrics import Throughput
     from tfbig.profiler.profiling import measured
-    from tfbig.replica_hook import ReplicaHook
-    from tfbig.run_start import introduce, make_run_folder, recent_losses, start_from
+    from tfbig.run_start import make_run_folder, recent_losses, start_from
     from tfbig.run_state import StateKeeper, check_shared
     from tfbig.stop_signal import StopSignal
     from tfbig.watchdog import Watchdog
@@ -120,16 +118,8 @@ def _train(
     trainer.build(True, len(data.sources), data.vocab_size)
     progress = start_from(keeper, reader, initial, trainer)
 
-    # What is measured and watched.
-    peak, peak_source = peak_flops(config.parallel.precision)
-    total_peak = 1e9 * trainer.agree(int(peak / 1e9), "sum")
-    hooks: list[Any] = []
-    every = config.robustness.check_replicas_every
-    checks = [ReplicaHook(trainer, every)] if every else []
-    if trainer.rank == 0:
-        notes = [*memory, *(f"checkpoint of {note}; an older one is used" for note in notes)]
-        hooks = begin_record(config, trainer, folder, data, command, peak_source)
-        introduce(config, trainer, data, total_peak, peak_source, notes)
+    notes = [*memory, *(f"checkpoint of {note}; an older one is used" for note in notes)]
+    hooks, total_peak = _watch(config, trainer, folder, data, command, notes)
 
     # Steps.
     with (
@@ -142,7 +132,7 @@ def _train(
             open_batches=functools.partial(train_batches, config, trainer, data),
             evaluate=lambda: evaluate_validation(config, trainer, data, stop_signal, pulse),
             saver=keeper,
-            hooks=[*measuring, *hooks, *checks],
+            hooks=[*measuring, *hooks],
             throughput=Throughput.of(config, total_peak),
             stop_signal=stop_signal,
             bad_steps=BadSteps(config, recent_losses(reader)),
@@ -153,6 +143,30 @@ def _train(
         )
         reason = loop.run(progress, resumed=reader is not None)
     return EXIT_SIGNAL if reason == "signal" else 0
+
+
+def _watch(
+    config: Config,
+    trainer: Any,
+    folder: RunFolder,
+    data: Any,
+    command: Sequence[str],
+    notes: Sequence[str],
+) -> tuple[list[Any], float]:
+    """Introduces the run; returns the hooks that record and check it, and all devices' peak."""
+    from tfbig.hardware import peak_flops
+    from tfbig.replica_hook import ReplicaHook
+    from tfbig.run_start import introduce
+
+    peak, peak_source = peak_flops(config.parallel.precision)
+    total_peak = 1e9 * trainer.agree(int(peak / 1e9), "sum")
+    hooks: list[Any] = []
+    if trainer.rank == 0:
+        hooks = begin_record(config, trainer, folder, data, command, peak_source)
+        introduce(config, trainer, data, total_peak, peak_source, notes)
+    if every := config.robustness.check_replicas_every:
+        hooks.append(ReplicaHook(trainer, every))
+    return hooks, total_peak
 
 
 def check_and_open(config: Config, trainer: Any) -> tuple[list[str], Any]:
