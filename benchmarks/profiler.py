@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,20 +22,12 @@ from benchmarks.synthetic_run import SyntheticRun
 _BLOCK = 10  # steps with, then as many without
 
 
-def overhead(blocks: int) -> tuple[float, float, float]:
-    """Returns (share of the step time, its standard error, bytes an hour and rank).
+def make_step() -> Callable[[int], Any]:
+    """Returns a function that trains the CPU preset by one step and returns its spans."""
+    import tensorflow as tf
 
-    One process trains the CPU preset; measuring is switched on and off every 10 steps, so that
-    what else the machine does falls on both alike.
-    """
     from tfbig import presets
     from tfbig.config import replace_fields
-    from tfbig.profiler.compilations import CompilationHook
-    from tfbig.profiler.event_writer import EventWriter
-    from tfbig.profiler.place import host_place
-    from tfbig.profiler.sampler import Sampler
-    from tfbig.profiler.step_table import StepTableWriter
-    from tfbig.profiler.timeline import TimelineHook
     from tfbig.step_spans import StepSpans
     from trainers import trainer_class
 
@@ -42,14 +36,35 @@ def overhead(blocks: int) -> tuple[float, float, float]:
     trainer.build(True, 1, config.model.vocab_size)
     rows, length = config.run.global_batch, config.data.sequence_length
     rng = np.random.default_rng(0)
-    import tensorflow as tf
-
     batch = {
         "tokens": tf.constant(rng.integers(0, 100, [rows, length + 1]), tf.int32),
         "sample_index": tf.range(rows, dtype=tf.int64),
         "source_index": tf.zeros([rows], tf.int32),
         "loss_mask": tf.ones([rows, length], tf.uint8),
     }
+
+    def step(number: int) -> StepSpans:
+        start, begin = time.perf_counter(), time.time()
+        trainer.train_step(batch, number, 1e-4, 0.0, 0).loss_sum.numpy()
+        seconds = time.perf_counter() - start
+        return StepSpans(number, begin, seconds, 0.0, trainer.timings()(), trainer.spans()())
+
+    return step
+
+
+def overhead(blocks: int) -> tuple[float, float, float]:
+    """Returns (share of the step time, its standard error, bytes an hour and rank).
+
+    One process trains the CPU preset; measuring is switched on and off every 10 steps, so that
+    what else the machine does falls on both alike.
+    """
+    from tfbig.profiler.compilations import CompilationHook
+    from tfbig.profiler.event_writer import EventWriter
+    from tfbig.profiler.place import host_place
+    from tfbig.profiler.sampler import Sampler
+    from tfbig.profiler.step_table import StepTableWriter
+    from tfbig.profiler.timeline import TimelineHook
+
     folder = Path(tempfile.mkdtemp(prefix="tfbig-profiler-"))
     hooks = [
         TimelineHook(
@@ -58,12 +73,7 @@ def overhead(blocks: int) -> tuple[float, float, float]:
         CompilationHook(folder, 0),
     ]
 
-    def step(number: int) -> StepSpans:
-        start, begin = time.perf_counter(), time.time()
-        trainer.train_step(batch, number, 1e-4, 0.0, 0).loss_sum.numpy()
-        seconds = time.perf_counter() - start
-        return StepSpans(number, begin, seconds, 0.0, trainer.timings()(), trainer.spans()())
-
+    step = make_step()
     for number in range(3):
         step(number)
     ratios, measured_seconds, number = [], 0.0, 3
