@@ -1,6 +1,7 @@
 """The start of a run: its folder is made, and taken by this job alone; it is introduced."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from tfbig.config import Config, count_parameters
@@ -53,7 +54,7 @@ def _take_run_folder(config: Config, folder: RunFolder, held: contextlib.ExitSta
 
 
 def introduce(
-    config: Config, trainer: Any, data: Any, peak: float, peak_source: str, notes: list[str]
+    config: Config, trainer: Any, data: Any, peak: float, peak_source: str, notes: Sequence[str]
 ) -> None:
     """Prints what is about to be trained."""
     run, parallel = config.run, config.parallel
