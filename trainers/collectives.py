@@ -25,7 +25,7 @@ import horovod.tensorflow as hvd  # noqa: E402
 from horovod.tensorflow import mpi_ops  # noqa: E402
 
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
-AGREE, BROADCAST, BARRIER, DIFFERS = "agree", "broadcast", "barrier", "differs"
+AGREE, BROADCAST, BARRIER = "agree", "broadcast", "barrier"
 EXTREME, GATHER = "extreme", "gather"
 
 
@@ -221,13 +221,7 @@ class Engine:
         """
         if self.agree(len(values), "min") != self.agree(len(values), "max"):
             return np.ones(len(values), bool)
-
-        def extremes(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            low = self.world.all_reduce(x, f"{DIFFERS}_min", "min")
-            return low, self.world.all_reduce(x + 0, f"{DIFFERS}_max", "max")
-
-        low, high = self._function(DIFFERS, extremes, len(values))(tf.constant(values, tf.int64))
-        return (low != high).numpy()
+        return self.extreme(values, "min") != self.extreme(values, "max")
 
     def extreme(self, values: np.ndarray, op: str) -> np.ndarray:
         """Returns the elementwise "min" or "max" of an int64 vector, of one length on all ranks."""

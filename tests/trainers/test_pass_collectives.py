@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tests.distributed.parity_worker import local_batch, make_config
 from tfbig.model.gpt import GPT
+from tfbig.model.tensor_split import WHOLE, TensorSplit
 from trainers.passes import Passes
 from trainers.pipeline_stage import Chunk
 from trainers.tensor_parallel import TensorParallel
@@ -27,11 +28,13 @@ class MarkingGroup:
         return tf.concat([tensor, tensor], 0)
 
 
+HALF = TensorParallel(MarkingGroup())
+
+
 @functools.cache
-def graphs_of(mode: str) -> tuple[tf.Graph, tf.Graph]:
-    """Returns the graphs of the forward and of the backward pass of a whole model."""
+def graphs_of(mode: str, split: TensorSplit) -> tuple[tf.Graph, tf.Graph]:
+    """Returns the graphs of the forward and of the backward pass of all blocks."""
     config = make_config({"fields": {}, "model": {"num_layers": LAYERS}})
-    split = TensorParallel(MarkingGroup())
     chunk = Chunk(GPT.from_config(config.model, split=split, activation_checkpointing=mode))
     chunk.begin()
 
@@ -46,15 +49,19 @@ def graphs_of(mode: str) -> tuple[tf.Graph, tf.Graph]:
 def test_no_tensor_holds_whole_logits():
     """Each rank has the logits of its part of the vocabulary alone, forward and backward."""
     vocab_size = make_config({"fields": {}, "model": {}}).model.vocab_size
-    own = TensorParallel(MarkingGroup()).part(vocab_size)[1]
-    last_dims = {
-        tensor.shape[-1]
-        for graph in graphs_of("none")
-        for operation in graph.get_operations()
-        for tensor in operation.outputs
-        if tensor.shape.rank
-    }
-    assert own in last_dims and not last_dims & {vocab_size, 2 * own}, last_dims
+    own = HALF.part(vocab_size)[1]
+    half, whole = (
+        {
+            tensor.shape[-1]
+            for graph in graphs_of("none", split)
+            for operation in graph.get_operations()
+            for tensor in operation.outputs
+            if tensor.shape.rank
+        }
+        for split in (HALF, WHOLE)
+    )
+    assert own in half and not half & {vocab_size, 2 * own}, half
+    assert vocab_size in whole, "one device's are whole"
 
 
 @functools.cache
@@ -62,7 +69,7 @@ def count(mode: str) -> tuple[int, int]:
     """Returns the all-reduces of the forward and of the backward pass."""
     forward, backward = (
         sum(operation.type == MARK for operation in graph.get_operations())
-        for graph in graphs_of(mode)
+        for graph in graphs_of(mode, HALF)
     )
     return forward, backward
 
