@@ -18,7 +18,7 @@ class ProfileConfig:
     profile_interval_ms: int = 500
     """Milliseconds between two samples of each host's CPU, memory, disk, network and GPUs."""
     profile_steps: str = "5-7"
-    """Steps that are captured operation by operation, e.g. 5,100-102; empty means none."""
+    """Steps that are captured by operation, e.g. 5,100-102; empty, or multi_worker, means none."""
     tensor_stats_every: int = 0
     """Steps between statistics of weights and gradients, for the tensor rules; 0 means none."""
     stop_on_rule: tuple[str, ...] = ()

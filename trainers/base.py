@@ -60,6 +60,7 @@ class Trainer(abc.ABC):
       data_rank: which slice of a global batch this process feeds.
       data_size: number of such slices.
       num_replicas: data_size x the devices one process drives.
+      can_be_captured: whether TensorFlow's profiler may run over a step.
     """
 
     rank: int = 0
@@ -67,6 +68,7 @@ class Trainer(abc.ABC):
     data_rank: int = 0
     data_size: int = 1
     num_replicas: int = 1
+    can_be_captured: bool = True
 
     @abc.abstractmethod
     def __init__(self, config: Config) -> None: ...

@@ -58,6 +58,10 @@ def sees_all_gpus(in_slurm: bool, environment: Mapping[str, str] = os.environ) -
 class MultiWorkerTrainer(DistributeTrainer):
     """Trains on all devices of each process that TF_CONFIG or Slurm names."""
 
+    # Stopping TensorFlow 2.21's profiler in a process of its cluster ends it in about one run of
+    # three, with "invalid pointer" from the allocator.
+    can_be_captured = False
+
     def __init__(self, config: Config) -> None:
         check_data_parallel_only(config)
         check_no_sharding(config)

@@ -41,6 +41,9 @@ def last_state(run_dir: Path) -> CheckpointReader:
 @pytest.mark.parametrize("strategy", ["mirrored", "multi_worker", "horovod", "pipeline"])
 def test_runs_are_bit_equal(strategy, tmp_path, small_flags):
     launch(strategy, tmp_path, small_flags)
+    # Stopping TensorFlow's profiler ends processes of its cluster now and then.
+    is_captured = bool(list((tmp_path / "first/profiler-output").rglob("*.xplane.pb")))
+    assert is_captured is (strategy != "multi_worker")
     first, state = read_metrics(tmp_path / "first"), last_state(tmp_path / "first")
     assert [record["step"] for record in first] == [1, 2, 3, 4, 5]
     assert len({record["loss"] for record in first}) == 5

@@ -99,7 +99,7 @@ def _hooks(
         board = Path(config.run.run_dir) / "tensorboard" if config.run.tensorboard else None
         hooks.append(TensorStatsHook(profiler_dir, trainer, every, board))
     steps = parse_steps(config.profile.profile_steps)
-    if steps:
+    if steps and trainer.can_be_captured:
         from tfbig.profiler.capture import CaptureHook
 
         capture = CaptureHook(profiler_dir, trainer.rank, steps)
