@@ -169,3 +169,31 @@ def test_a_prompt_keeps_its_tilde(monkeypatch):
     seen: list = []
     generate._body(["--run=~/r", "--prompt=~/bin"])
     assert seen[0].prompt == "~/bin" and "~" not in seen[0].run
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_data_are_prepared(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    flags = [f"--run_dir={folder}", f"--data={tmp_path / 'missing'}"]
+    line = line_of(train.main, flags, capsys, "train")
+    assert "cannot make the run's folder" in line and str(folder) in line
+
+
+def test_another_run_is_not_resumed_before_its_data_are_opened(tmp_path, small_flags, capsys):
+    flags = [*small_flags, f"--run_dir={tmp_path / 'run'}"]
+    assert train._body([*flags, "--steps=1", "--checkpoint_every=1"]) == 0
+    before = everything(tmp_path / "run")
+    capsys.readouterr()
+    other = [f"--data={tmp_path / 'missing'}", "--sequence_length=16", "--learning_rate=0.5"]
+    line = line_of(train.main, [*flags, *other], capsys, "train")
+    assert "cannot resume" in line and "data.sequence_length" in line, line
+    assert "optimizer.learning_rate" in line, line
+    assert everything(tmp_path / "run") == before
+
+
+def test_looking_whether_a_run_folder_can_be_made_leaves_nothing(tmp_path):
+    RunFolder(tmp_path / "runs" / "first").check_can_be_made()
+    assert not list(tmp_path.iterdir())
+    kept = RunFolder(begun_run(tmp_path))
+    kept.check_can_be_made()
+    assert kept.checkpoints_dir.is_dir()

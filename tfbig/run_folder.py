@@ -130,6 +130,24 @@ class RunFolder:
                 f"cannot make the run's folder {self.path}: {error.strerror} "
                 f"({error.filename}); choose another run_dir"
             ) from error
+        self._check_writable()
+
+    def check_can_be_made(self) -> None:
+        """Checks that `create` will succeed; leaves nothing behind.
+
+        Raises:
+            UserError: when it cannot be made or written to.
+        """
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        if not missing:
+            self._check_writable()
+            return
+        self.create()
+        with contextlib.suppress(OSError):  # another job may use it already
+            for path in (self.checkpoints_dir, *missing):
+                path.rmdir()
+
+    def _check_writable(self) -> None:
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(
                 f"the run's folder {self.path} cannot be written to; change its permissions or "

@@ -9,8 +9,18 @@ from tfbig.errors import UserError
 from tfbig.loop import Progress
 from tfbig.run_folder import RunFolder, archive_for_restart
 from tfbig.run_lock import RunLock
-from tfbig.run_state import check_room
+from tfbig.run_state import check_resumable, check_room
 from tfbig.variables import is_adapter, num_trained_parameters
+
+
+def check_kept_run(config: Config, folder: RunFolder) -> None:
+    """Checks that the run's folder can be made, or holds this run.
+
+    Raises:
+      UserError: it can't be written to, or its newest checkpoint is of another run.
+    """
+    folder.check_can_be_made()
+    check_resumable(config, folder)
 
 
 def make_run_folder(

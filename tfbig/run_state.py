@@ -12,6 +12,7 @@ from tfbig.checkpoint import (
     compare_for_resume,
     flatten_fields,
     free_disk_error,
+    latest,
     list_checkpoints,
     newest_that_verifies,
     prune,
@@ -100,6 +101,35 @@ def check_room(config: Config, folder: RunFolder) -> None:
     error = free_disk_error(folder.checkpoints_dir, state_bytes(config))
     if error:
         raise UserError(error)
+
+
+def check_resumable(config: Config, folder: RunFolder) -> None:
+    """Checks, before data are opened or made, that the run is the one its newest checkpoint is of.
+
+    What needs the data, their hashes, is compared when the checkpoint is read. A checkpoint that
+    cannot be read is not judged here.
+
+    Raises:
+      UserError: field by field.
+    """
+    info = latest(folder.checkpoints_dir)
+    if info is None or config.run.restart:
+        return
+    try:
+        saved = CheckpointReader(info.path).manifest["metadata"].get("identity", {})
+    except UserError:
+        return
+    here = identity(config, {})
+    _raise_differences(folder, {name: saved[name] for name in saved if name in here}, here)
+
+
+def _raise_differences(folder: RunFolder, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    lines = compare_for_resume(saved, here, ())
+    if lines:
+        raise UserError(
+            f"cannot resume {folder.path}: {'; '.join(lines)}. Use the run's own "
+            "values, another --run_dir, or --restart."
+        )
 
 
 class StateKeeper:
@@ -203,12 +233,7 @@ class StateKeeper:
     def _check_identity(self, reader: CheckpointReader) -> None:
         saved = reader.manifest["metadata"].get("identity", {})
         data = self._data_identity(int(reader.manifest["consumed_samples"]))
-        lines = compare_for_resume(saved, identity(self._config, data), ())
-        if lines:
-            raise UserError(
-                f"cannot resume {self._folder.path}: {'; '.join(lines)}. Use the run's own "
-                "values, another --run_dir, or --restart."
-            )
+        _raise_differences(self._folder, saved, identity(self._config, data))
 
     def load(self, reader: CheckpointReader) -> Progress:
         """Fills the trainer from a checkpoint and returns where it stood."""

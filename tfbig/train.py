@@ -25,7 +25,7 @@ from tfbig.config import (
 )
 from tfbig.errors import UserError
 from tfbig.flags import Flags
-from tfbig.interop.initial_weights import model_fields, tokenizer_folder
+from tfbig.interop.initial_weights import model_fields, open_initial, tokenizer_folder
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import ProfileConfig
 from tfbig.robustness_config import RobustnessConfig
@@ -100,7 +100,7 @@ def _train(
     from tfbig.stop_signal import StopSignal
     from tfbig.watchdog import Watchdog
 
-    memory, data = check_and_open(config, trainer)
+    memory, data = check_and_open(config, folder, trainer)
     if config.robustness.replay_step:
         return _replay(config, trainer, folder, initial, data)
 
@@ -169,15 +169,16 @@ def _watch(
     return hooks, total_peak
 
 
-def check_and_open(config: Config, trainer: Any) -> tuple[list[str], Any]:
+def check_and_open(config: Config, folder: RunFolder, trainer: Any) -> tuple[list[str], Any]:
     """Returns what memory the run will take, a line a pipeline rank, and its data.
 
     Raises:
-      UserError: on every rank, when it cannot fit, or the data or the batch do not.
+      UserError: on every rank, when it cannot fit, or the folder, the data or the batch do not.
     """
     from tfbig.hardware import gpu_memory_bytes
     from tfbig.interop.initial_weights import check_tokenizer
     from tfbig.planner.at_start import check_memory
+    from tfbig.run_start import check_kept_run
     from trainers.validate import derive_microbatch_size
 
     rows, length = config.run.global_batch, config.data.sequence_length
@@ -186,6 +187,8 @@ def check_and_open(config: Config, trainer: Any) -> tuple[list[str], Any]:
         memory = check_memory(config, trainer, gpu_memory_bytes())
         for global_batch in {rows, schedule.global_batch(config.run, 0)}:
             derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
+    # Data may take an hour to prepare: the folder's mistakes come first.
+    together(trainer, lambda: check_kept_run(config, folder) if trainer.rank == 0 else None)
     data = open_data(config, trainer)
     together(trainer, lambda: check_tokenizer(config.run.init_from, data))
     return memory, data
@@ -336,28 +339,6 @@ def _open_prepared(config: Config) -> Any:
             f"{length}: pass --sequence_length={data.sequence_length} or prepare another folder."
         )
     return data
-
-
-def open_initial(config: Config) -> Any:
-    """Returns the reader of what the weights start from, or None.
-
-    Raises:
-      UserError: it is no checkpoint and no Hugging Face folder, or of other shapes.
-    """
-    from tfbig.interop.initial_weights import open_weights
-    from tfbig.variables import variable_specs
-
-    if not config.run.init_from:
-        return None
-    reader = open_weights(config.run.init_from, config.model)
-    for spec in variable_specs(config.model):
-        if reader.has(spec.path) and reader.shape(spec.path) != spec.shape:
-            raise UserError(
-                f"--init_from={config.run.init_from} has {spec.path} of shape "
-                f"{reader.shape(spec.path)}, this model {spec.shape}: give the model that "
-                "checkpoint's sizes."
-            )
-    return reader
 
 
 @on_every_rank(is_agreed=False)

@@ -29,6 +29,7 @@ from tfbig.config import Config, PrepareConfig, section_values
 from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
 from tfbig.flags import Flags
+from tfbig.interop.initial_weights import open_initial
 from tfbig.run_folder import read_metrics
 from tfbig.saved_run import SavedRun
 
@@ -281,7 +282,7 @@ def run(config: SummarisationConfig) -> dict[str, dict[str, float]]:
     records = {split: read_records(path, config) for split, path in files.items()}
     data = prepare_data(config, records, folder)
     run_config = training_config(config, data)
-    start = train.open_initial(run_config)
+    start = open_initial(run_config)
     train.run(run_config, ["run_summarization"])
     return _measure(config, run_config, data, records, start)
 

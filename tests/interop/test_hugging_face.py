@@ -18,6 +18,7 @@ from tfbig.errors import UserError
 from tfbig.export_config import ExportConfig
 from tfbig.interop.hugging_face_export import ExportedTokenizer, architecture_for, write_folder
 from tfbig.interop.hugging_face_folder import HuggingFaceFolder
+from tfbig.interop.initial_weights import open_initial
 from tfbig.variables import variable_specs
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
@@ -315,7 +316,7 @@ def test_another_tokenizer_than_the_weights_is_refused(tmp_path, small_data):
 
 def test_flags_of_shape_contradict_the_folder():
     with pytest.raises(UserError, match="embedding_layer/token_emb/embeddings"):
-        train.open_initial(
+        open_initial(
             train.config_from(
                 {"init_from": str(GOLDEN_FOLDER / "gpt_neox"), "vocab_size": 400, "data": "x"}
             )

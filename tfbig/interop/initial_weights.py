@@ -7,7 +7,7 @@ from typing import Any
 from tfbig.adapters import MergedReader, has_adapters
 from tfbig.checkpoint import list_checkpoints
 from tfbig.checkpoint_reader import CheckpointReader
-from tfbig.config import ModelConfig
+from tfbig.config import Config, ModelConfig
 from tfbig.errors import UserError
 from tfbig.interop.hugging_face_folder import (
     TOKENIZER,
@@ -16,6 +16,7 @@ from tfbig.interop.hugging_face_folder import (
     refuse_pickle,
 )
 from tfbig.run_folder import RunFolder
+from tfbig.variables import variable_specs
 
 
 def open_weights(
@@ -58,6 +59,25 @@ def open_weights(
             f"{path} has adapters of --lora_alpha={alpha}, this run of {model.lora_alpha}: they "
             f"would mean something else; give --lora_alpha={alpha}."
         )
+    return reader
+
+
+def open_initial(config: Config) -> CheckpointReader | HuggingFaceFolder | MergedReader | None:
+    """Returns the reader of what a run's weights start from, or None.
+
+    Raises:
+      UserError: it is no checkpoint and no Hugging Face folder, or of other shapes.
+    """
+    if not config.run.init_from:
+        return None
+    reader = open_weights(config.run.init_from, config.model)
+    for spec in variable_specs(config.model):
+        if reader.has(spec.path) and reader.shape(spec.path) != spec.shape:
+            raise UserError(
+                f"--init_from={config.run.init_from} has {spec.path} of shape "
+                f"{reader.shape(spec.path)}, this model {spec.shape}: give the model that "
+                "checkpoint's sizes."
+            )
     return reader
 
 
