@@ -188,6 +188,8 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
         saw["operations"] = np.array(sorted(set(collectives)) or ["none"])
         saw["num_all_reduces"] = np.array(collectives.count("HorovodAllreduce"))
         saw["spread"] = spread(trainer)
+    else:
+        saw["wire_dtypes"] = np.array(wire_dtypes(trainer) or ["none"])
     if config.parallel.strategy in ("mirrored", "multi_worker"):
         saw |= placement(trainer)
     timings = trainer.timings()()
@@ -298,6 +300,20 @@ def operations(trainer) -> list[str]:
     graph = train_graph(trainer)
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
     return [node.op for node in nodes if node.op.startswith("Horovod")]
+
+
+def wire_dtypes(trainer) -> list[str]:
+    """Returns what the pipeline's hand-overs move, as Horovod's operations are given it."""
+    return sorted(
+        {
+            operation.inputs[0].dtype.name
+            for link in trainer._stepper._links.values()
+            for function in link._functions.values()
+            for concrete in function._list_all_concrete_functions()
+            for operation in concrete.graph.get_operations()
+            if operation.type == "HorovodAlltoall"
+        }
+    )
 
 
 def placement(trainer) -> dict[str, np.ndarray]:

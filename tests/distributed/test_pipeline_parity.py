@@ -245,6 +245,15 @@ def test_bfloat16_is_as_exact_as_on_one_device(saw, references, layout, variant)
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_hand_overs_move_the_compute_dtype(saw, layout):
+    of_stages = {"tied": ["float32"], "tied_bfloat16": ["uint16"]}  # bfloat16 travels as its bits
+    for variant, moved in of_stages.items():
+        dtypes = list(saw[f"{layout.name}_{variant}"]["wire_dtypes"])
+        assert dtypes == (moved if layout.pipeline > 1 else ["none"])
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["blog", "neox", "averaged"])
 def test_every_kind_of_model_is_cut(saw, references, name):
     check_equal(saw[f"p2t2_{name}"], references[name])
