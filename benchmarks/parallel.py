@@ -63,13 +63,12 @@ def measure_two_stages(quick: bool) -> None:
             "max_length": length,
             "vocab_size": 1024,
             "num_heads": 4,
-            "memory_weight": 0.0,
             "num_threads": 1,
             **shape,
         }
         base = replace_fields(Config(), fields)
         batch = make_batch(rows * microbatches, length, base.model.vocab_size)
-        degree = {"strategy": "pipeline", "pipeline_parallel_degree": 2}
+        degree = {"strategy": "pipeline", "pipeline_parallel_degree": 2, "memory_weight": 0.0}
         pipeline = PipelineTrainer(replace_fields(base, degree))
         pipeline.build()
         singles = {}
