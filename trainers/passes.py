@@ -6,7 +6,8 @@ reads of the first is known when the graph is made.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -51,10 +52,7 @@ class Passes:
         kept = both.kept([*inputs, upstream])
         self._num_outputs = len(both.outputs)
         forward = wrapped.prune(inputs, [*both.outputs, *kept])
-        backward = wrapped.prune([*inputs, *kept, upstream], both.gradients)
-        # TensorFlow copies what leads to an input, too; of that, collectives would run once more.
-        num_inputs = len(inputs) + len(kept) + 1
-        backward = backward.prune(backward.inputs[:num_inputs], list(backward.outputs))
+        backward = backward_half(wrapped, [*inputs, *kept, upstream], both.gradients)
         self.graphs = (forward.graph, backward.graph)  # to look into
         self._forward = flat_function(forward, _specs(inputs), jit_compile)
         self._backward = flat_function(backward, _specs([*inputs, *kept, upstream]), jit_compile)
@@ -107,29 +105,77 @@ class _Both:
         Args:
           inputs: of the graph, which the backward half has anyway.
         """
-        known = {tensor.ref() for tensor in inputs}
-        known |= {tensor.ref() for tensor in self._graph.internal_captures}
-        needed: dict[object, tf.Tensor] = {}
-        pending = [
-            tensor
-            for operation in self._graph.get_operations()
-            if operation not in self._forward_operations
-            for tensor in operation.inputs
-            if tensor.op in self._forward_operations
-        ]
-        while pending:
-            tensor = pending.pop()
-            if tensor.ref() in known:
-                continue
-            # What an operation waits for would be made again with it: then it is kept.
-            if tensor.op.type in REPEATED and not tensor.op.control_inputs:
-                pending += tensor.op.inputs
-            else:
-                # All of an operation's results: pruning stops at operations, not at tensors.
-                needed |= {output.ref(): output for output in tensor.op.outputs}
-                known |= {output.ref() for output in tensor.op.outputs}
-            known.add(tensor.ref())
-        return list(needed.values())
+        operations = self._graph.get_operations()
+        later = [one for one in operations if one not in self._forward_operations]
+        return tensors_kept(self._graph, self._forward_operations, later, inputs)
+
+
+def tensors_kept(
+    graph: tf.Graph,
+    forward: Container[tf.Operation],
+    later: Iterable[tf.Operation],
+    inputs: Sequence[tf.Tensor],
+) -> list[tf.Tensor]:
+    """Returns the tensors of the forward half that the backward half reads.
+
+    Args:
+      graph: a function's, holding both.
+      forward: operations of the forward half.
+      later: those of the backward half.
+      inputs: which the backward half has anyway.
+    """
+    known = {tensor.ref() for tensor in inputs}
+    known |= {tensor.ref() for tensor in graph.internal_captures}
+    needed: dict[object, tf.Tensor] = {}
+    pending = [tensor for one in later for tensor in one.inputs if tensor.op in forward]
+    while pending:
+        tensor = pending.pop()
+        if tensor.ref() in known:
+            continue
+        # What an operation waits for would be made again with it: then it is kept.
+        if tensor.op.type in REPEATED and not tensor.op.control_inputs:
+            pending += tensor.op.inputs
+        else:
+            # All of an operation's results: pruning stops at operations, not at tensors.
+            needed |= {output.ref(): output for output in tensor.op.outputs}
+            known |= {output.ref() for output in tensor.op.outputs}
+        known.add(tensor.ref())
+    return list(needed.values())
+
+
+def backward_half(wrapped: Any, inputs: Sequence[tf.Tensor], ends: Sequence[Any]) -> Any:
+    """Returns a function of a graph's backward half alone.
+
+    Args:
+      wrapped: a wrapped function whose graph holds both halves.
+      inputs: tensors, of the forward half those of `tensors_kept`; none of them captured.
+      ends: its results, tensors first, then operations that must have run.
+    """
+    both = wrapped.prune(inputs, ends)
+    # TensorFlow copies what leads to an input, too; of that, collectives would run once more.
+    ends = [*both.outputs, *both.graph.control_outputs]
+    return both.prune(both.inputs[: len(inputs)], ends)
+
+
+def ancestors(ends: Iterable[tf.Operation]) -> set[tf.Operation]:
+    """Returns operations and all that they need, control inputs included."""
+    found: set[tf.Operation] = set()
+    pending = list(ends)
+    while pending:
+        one = pending.pop()
+        if one not in found:
+            found.add(one)
+            pending += [tensor.op for tensor in one.inputs] + list(one.control_inputs)
+    return found
+
+
+def descendants(graph: tf.Graph, roots: Iterable[Any]) -> set[tf.Operation]:
+    """Returns the operations that make the roots and all that compute with their results."""
+    found = {tensor.op for tensor in roots if tensor is not None}
+    for one in graph.get_operations():
+        if any(tensor.op in found for tensor in one.inputs):
+            found.add(one)
+    return found
 
 
 def flat_function(

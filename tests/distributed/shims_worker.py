@@ -1,0 +1,269 @@
+"""Calls of trainers.hvd, sdp and smp on real ranks; asserts what each rank gets.
+
+usage: shims_worker.py FOLDER
+"""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from tfbig.command import quiet_tensorflow
+
+quiet_tensorflow()
+
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+from tfbig.errors import UserError  # noqa: E402
+from trainers import hvd, sdp, smp  # noqa: E402
+
+WIDTH, CLASSES, ROWS = 8, 3, 8
+
+
+def check_hvd() -> None:
+    hvd.init()
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    ones = tf.constant([1.0, 2.0]) * (rank + 1)
+    total = size * (size + 1) / 2
+    np.testing.assert_allclose(hvd.allreduce(ones), np.array([1, 2]) * total / size)
+    np.testing.assert_allclose(hvd.allreduce(ones, op=hvd.Sum), np.array([1, 2]) * total)
+    np.testing.assert_allclose(hvd.allreduce(ones, average=False), np.array([1, 2]) * total)
+    np.testing.assert_allclose(hvd.allreduce(ones, op=hvd.Max, name="m"), [size, 2 * size])
+    np.testing.assert_allclose(
+        hvd.allreduce(ones, compression=hvd.Compression.fp16, op=hvd.Sum), np.array([1, 2]) * total
+    )
+    gathered = hvd.allgather(tf.fill([rank + 1, 1], rank)).numpy()[:, 0]
+    np.testing.assert_array_equal(gathered, np.repeat(np.arange(size), np.arange(size) + 1))
+    sent = hvd.alltoall(tf.range(size) + 10 * rank, [1] * size)
+    np.testing.assert_array_equal(sent, 10 * np.arange(size) + rank)
+    thing = {"rank": rank, "array": np.arange(3), "pair": (1, "x", None)}
+    found = hvd.broadcast_object(thing, root_rank=size - 1)
+    assert found["rank"] == size - 1 and found["pair"] == (1, "x", None)
+    np.testing.assert_array_equal(found["array"], np.arange(3))
+    assert hvd.allgather_object(rank) == list(range(size))
+
+    # Both kinds of variables, in and out of a tf.function.
+    kept = [keras.Variable(np.full(3, rank, np.float32)), tf.Variable([float(rank)])]
+    hvd.broadcast_variables(kept, root_rank=size - 1)
+    np.testing.assert_array_equal(kept[0].numpy(), np.full(3, size - 1))
+    kept[1].assign([float(rank)])
+    tf.function(lambda: hvd.broadcast_variables(kept, root_rank=0))()
+    np.testing.assert_array_equal(kept[1].numpy(), [0])
+
+    # A tape, in and out of a tf.function; a table's gradient becomes dense.
+    table, unused = tf.Variable(tf.zeros([4, 2])), tf.Variable(1.0)
+
+    def gradient() -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [rank, rank]))
+        return hvd.DistributedGradientTape(tape).gradient(loss, [table, unused])
+
+    expected = np.zeros([4, 2])
+    expected[:size] = 2 / size
+    for run in (gradient, tf.function(gradient)):
+        dense, nothing = run()
+        np.testing.assert_allclose(dense, expected)
+        assert nothing is None
+
+    # An optimizer: Keras 3's, which stock Horovod reduces nothing for.
+    weight = keras.Variable(np.zeros(2, np.float32))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum)
+    optimizer.apply_gradients([(tf.constant([1.0, 0.0]) * (rank + 1), weight)])
+    np.testing.assert_allclose(weight.numpy(), [-total, 0])
+    assert len(optimizer.variables()) == len(optimizer.variables) > 0
+    hvd.barrier()
+    hvd.shutdown()
+    with pytest.raises(UserError, match=r"shutdown\(\) was called"):
+        hvd.rank()
+
+
+def check_sdp() -> None:
+    sdp.init()
+    with pytest.raises(UserError, match="before: call it once"):
+        sdp.init()
+    rank, size = sdp.rank(), sdp.size()
+    mean = (size + 1) / 2
+    assert float(sdp.allreduce(tf.constant(rank + 1.0), param_index=0, num_params=1)) == mean
+    assert float(sdp.oob_allreduce(tf.constant(rank + 1.0))) == mean
+    assert int(sdp.broadcast(tf.constant(rank), root_rank=1)) == 1
+    for refused in (
+        lambda: sdp.oob_allreduce(tf.constant(1.0), op=sdp.ReduceOp.SUM),
+        lambda: sdp.broadcast_global_variables(0),
+        lambda: sdp.BroadcastGlobalVariablesHook(0),
+        lambda: sdp.DistributedGradientTape(tf.GradientTape(), device_dense="gpu"),
+    ):
+        with pytest.raises(UserError):
+            refused()
+    variable = tf.Variable(2.0)
+    with tf.GradientTape() as tape:
+        loss = variable * (rank + 1.0)
+    assert float(sdp.DistributedGradientTape(tape).gradient(loss, variable)) == mean
+    sdp.shutdown()
+
+
+class Net(smp.DistributedModel):
+    """Blocks of any layers, under the other names; BatchNorm's averages are side effects."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = keras.layers.Dense(WIDTH)
+        self.blocks = [
+            keras.Sequential(
+                [keras.layers.Dense(WIDTH, activation="tanh"), keras.layers.BatchNormalization()]
+            )
+            for _ in range(num_blocks)
+        ]
+        self.head = keras.layers.Dense(CLASSES)
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            with smp.partition(0 if index == 0 else 1):
+                x = block(x, training=training)
+        return self.head(x)
+
+
+def rows() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(smp.dp_rank())
+    return random.normal(size=(ROWS, 5)).astype(np.float32), random.integers(0, CLASSES, ROWS)
+
+
+def make_step(model: Net, use_tape: bool):
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = keras.optimizers.SGD(0.1)
+
+    @smp.step
+    def run(x, y):
+        if use_tape:
+            with tf.GradientTape() as tape:
+                logits = model(x, training=True)
+                loss = loss_of(y, logits)
+            return tape.gradient(loss, model.trainable_variables), loss, {"logits": logits}
+        logits = model(x, training=True)
+        loss = loss_of(y, logits)
+        gradients = optimizer.get_gradients(loss, model.trainable_variables)
+        return gradients, loss, {"logits": logits}
+
+    return run, optimizer
+
+
+def losses(model: Net, use_tape: bool, is_eager: bool) -> list[float]:
+    run, optimizer = make_step(model, use_tape)
+
+    def train(x, y):
+        gradients, loss, outputs = run(x, y)
+        reduced = [hvd.allreduce(gradient.accumulate()) for gradient in gradients]
+        optimizer.apply_gradients(zip(reduced, model.trainable_variables, strict=True))
+        assert outputs["logits"].merge().shape == (ROWS, CLASSES)
+        assert len(loss.outputs) == 2 and loss.stack().shape == loss.concat().shape == (2,)
+        return hvd.allreduce(loss.reduce_mean())
+
+    call = train if is_eager else tf.function(train)
+    x, y = (tf.constant(value) for value in rows())
+    return [float(call(x, y)) for _ in range(3)]
+
+
+def check_smp(folder: str, partitions: int) -> list[float]:
+    """Returns the losses of three steps, and of three more after a checkpoint was loaded."""
+    parameters = {"partitions": partitions, "microbatches": 2, "horovod": True}
+    if partitions == 2:
+        parameters |= {"auto_partition": False, "default_partition": 0}
+    smp.init(parameters)
+    rank, size, mp = smp.rank(), smp.size(), smp.mp_rank()
+    assert smp.mp_size() == smp.pp_size() == partitions and smp.tp_size() == 1
+    assert smp.dp_size() * partitions == size == hvd.size() * partitions
+    assert smp.get_mp_group()[mp] == smp.get_dp_group()[smp.dp_rank()] == rank
+    keras.utils.set_random_seed(3)
+    model = Net()
+    called = []
+    smp.register_post_partition_hook(lambda: called.append(len(model.variables)))
+    first = losses(model, use_tape=True, is_eager=False)
+    assert called == [len(model.variables)]
+    if partitions == 2:  # by hand: one block and three
+        blocks = sum("batch_normalization" in v.path for v in model.trainable_variables) // 2
+        assert blocks == (1 if smp.pp_rank() == 0 else 3)
+
+    checkpoint = tf.train.Checkpoint(model=model)
+    manager = smp.CheckpointManager(checkpoint, f"{folder}/checkpoints_{partitions}_{size}")
+    assert manager.restore() is None
+    manager.save()
+    once = losses(model, use_tape=False, is_eager=True)
+    assert manager.restore() is not None
+    again = losses(model, use_tape=False, is_eager=True)
+    np.testing.assert_allclose(again, once, rtol=1e-6)
+
+    @smp.step(non_split_inputs=["scale"], input_split_axes={"x": 1})
+    def evaluate(x, scale):
+        return model(tf.transpose(x) * scale, training=False)
+
+    outputs = evaluate(tf.transpose(tf.constant(rows()[0])), tf.constant(1.0)).merge()
+    assert outputs.shape == (ROWS, CLASSES)
+    everyone = smp.allgather(float(tf.reduce_sum(outputs)), smp.CommGroup.MP_GROUP)
+    np.testing.assert_allclose(everyone, everyone[0])
+
+    check_messages(rank, size)
+    check_refusals(model)
+    smp.barrier()
+    smp.shutdown()
+    return first + once
+
+
+def check_messages(rank: int, size: int) -> None:
+    if size == 1:
+        return
+    if rank == 0:
+        smp.broadcast({"from": 0, "array": np.arange(2)})
+        smp.send("to the last", size - 1, smp.RankType.WORLD_RANK)
+    else:
+        found = smp.recv_from(0)
+        assert found["from"] == 0 and found["array"].tolist() == [0, 1]
+        if rank == size - 1:
+            assert smp.recv_from(0, smp.RankType.WORLD_RANK) == "to the last"
+    smp.mp_barrier()
+    smp.dp_barrier()
+
+
+def check_refusals(model: Net) -> None:
+    with pytest.raises(UserError, match="can be called inside a function of"):
+        model(tf.zeros([2, 5]))
+    with pytest.raises(UserError, match="fit isn't served"):
+        model.fit(None)
+    with pytest.raises(AttributeError, match=r"smp.tp_register was for PyTorch.*--tensor_parallel"):
+        smp.tp_register  # noqa: B018
+
+    @smp.step
+    def odd(x):
+        return model(x)
+
+    with pytest.raises(UserError, match=r"argument x has 7 rows, .*\(7 = 2 x 3 \+ 1\)"):
+        odd(tf.zeros([7, 5]))
+
+    class Headless(smp.DistributedModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.blocks = keras.layers.Dense(WIDTH), [keras.layers.Dense(WIDTH)] * 4
+
+    broken = Headless()
+
+    @smp.step
+    def step(x):
+        return broken(x)
+
+    with pytest.raises(UserError, match="Headless has no attribute head"):
+        step(tf.zeros([2, 5]))
+
+
+if __name__ == "__main__":
+    folder, num_ranks = sys.argv[1], int(os.environ.get("HOROVOD_SIZE", "1"))
+    is_first = os.environ.get("HOROVOD_RANK", "0") == "0"
+    if num_ranks > 1:
+        check_hvd()
+        check_sdp()
+    saw = {"cut": check_smp(folder, 2)} if num_ranks > 1 else {}
+    saw["whole"] = check_smp(folder, 1)
+    print(saw, flush=True)
+    if is_first:
+        np.savez(f"{folder}/saw_{num_ranks}.npz", **saw)
