@@ -76,11 +76,11 @@ class Session:
             )
         return self._engine
 
-    def start(self, num_partitions: int = 1, placement: str = "cluster") -> None:
+    def start(self, num_partitions: int | None = None, placement: str = "cluster") -> None:
         """Starts Horovod; with partitions, every rank is one stage of a replica.
 
         Args:
-          num_partitions: stages the model is cut into.
+          num_partitions: stages the model is cut into; None where ranks send no objects either.
           placement: of the ranks, as --placement_strategy.
 
         Raises:
@@ -89,8 +89,8 @@ class Session:
         self._is_shut_down = False
         restore_lost_calls()
         num_ranks = int(os.environ.get("HOROVOD_SIZE", "1"))
-        self.mesh = make_mesh(num_ranks, num_partitions, 1, placement)
-        self._engine = Engine(script_groups(self.mesh) if num_partitions > 1 else ())
+        self.mesh = make_mesh(num_ranks, num_partitions or 1, 1, placement)
+        self._engine = Engine(script_groups(self.mesh) if num_partitions else ())
 
     def pin_device(self) -> None:
         """Gives this process its GPU, if there are any, and its share of the cores."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tests.distributed.parity_worker import local_batch, make_config
 from tfbig.model.gpt import GPT
 from tfbig.model.tensor_split import WHOLE, TensorSplit
-from trainers.passes import Passes
+from trainers.passes import Passes, ancestors, backward_half, tensors_kept
 from trainers.pipeline_stage import Chunk
 from trainers.tensor_parallel import TensorParallel
 
@@ -106,3 +106,30 @@ def test_backward_runs_no_collective_of_forward_again(waits):
     gradients = passes.backward([x, weight], kept, tf.ones([4]))
     np.testing.assert_allclose(gradients[0], results[0], rtol=1e-5)
     np.testing.assert_allclose(gradients[1], results[0] * x, rtol=1e-5)
+
+
+def test_a_scripts_backward_half_runs_its_own_effects_alone():
+    """What must run besides a function's results, as an update of a variable, stays."""
+    counted = tf.Variable(0.0)
+    made = {}
+
+    def both(x, upstream):
+        made["drawn"] = tf.exp(0 * tf.random.uniform([4], seed=1))
+        made["gradient"] = upstream * made["drawn"]
+        with tf.control_dependencies([made["gradient"]]):
+            made["effect"] = counted.assign_add(1.0).op
+        return made["gradient"] + x
+
+    spec = tf.TensorSpec([4], tf.float32)
+    wrapped = tf.compat.v1.wrap_function(both, [spec, spec])
+    forward = ancestors([made["drawn"].op])
+    later = ancestors([made["effect"]]) - forward
+    x, upstream = wrapped.graph.inputs[:2]
+    kept = tensors_kept(wrapped.graph, forward, later, [x, upstream])
+    assert [tensor.op.type for tensor in kept] == ["Exp"]
+    inputs = [x, *kept, upstream]
+    backward = backward_half(wrapped, inputs, [made["gradient"], made["effect"]])
+    assert "RandomUniform" not in [one.type for one in backward.graph.get_operations()]
+    found, _ = tf.function(backward, autograph=False)(tf.ones(4), tf.range(4.0), tf.fill([4], 2.0))
+    np.testing.assert_array_equal(found, [0, 2, 4, 6])
+    assert counted.numpy() == 1
