@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("tfbig", "trainers", "data_pipeline")
 # Folders of tfbig that may use trainers and data_pipeline, besides the entry points.
-UPPER = ("generation", "interop", "serving", "profiler", "planner")
+UPPER = ("generation", "interop", "serving", "profiler", "planner", "diagnosis", "launching")
 ENTRY_POINTS = (
     "prepare train evaluate generate export serve plan report doctor data checkpoints launch"
     " install_horovod __main__"

@@ -24,7 +24,7 @@ def fingerprint(config: Config) -> dict[str, int]:
         for name, value in section.items():
             if name not in LOCAL_FIELDS:
                 hashes[f"--{name}"] = _hash(json.dumps(value, sort_keys=True).encode())
-    hashes["the installed code"] = _code_hash(Path(__file__).parents[1])
+    hashes["the installed code"] = code_hash(Path(__file__).parents[1])
     return hashes
 
 
@@ -32,7 +32,8 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
 
 
-def _code_hash(root: Path) -> int:
+def code_hash(root: Path) -> int:
+    """Returns a 63-bit hash of tfbig's own files below a folder."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):

@@ -25,10 +25,10 @@ def test_the_code_is_part_of_it(tmp_path):
     for package in agreement.PACKAGES:
         keep = shutil.ignore_patterns("__pycache__")
         shutil.copytree(root / package, tmp_path / package, ignore=keep)
-    assert agreement._code_hash(tmp_path) == agreement._code_hash(root)
-    seen = {agreement._code_hash(tmp_path)}
+    assert agreement.code_hash(tmp_path) == agreement.code_hash(root)
+    seen = {agreement.code_hash(tmp_path)}
     for path in ("trainers/mesh.py", "tfbig/model/gpt.py", "data_pipeline/order.py"):
         (tmp_path / path).write_text((tmp_path / path).read_text() + "\n")
-        seen.add(agreement._code_hash(tmp_path))
+        seen.add(agreement.code_hash(tmp_path))
     (tmp_path / "trainers" / "more.py").touch()
-    assert len(seen | {agreement._code_hash(tmp_path)}) == 5
+    assert len(seen | {agreement.code_hash(tmp_path)}) == 5
