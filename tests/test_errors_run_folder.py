@@ -189,6 +189,7 @@ def test_another_run_is_not_resumed_before_its_data_are_opened(tmp_path, small_f
     assert "cannot resume" in line and "data.sequence_length" in line, line
     assert "optimizer.learning_rate" in line, line
     assert everything(tmp_path / "run") == before
+    assert train._body([*flags, "--steps=2"]) == 0  # with its own values it goes on
 
 
 def test_looking_whether_a_run_folder_can_be_made_leaves_nothing(tmp_path):

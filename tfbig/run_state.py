@@ -120,6 +120,7 @@ def check_resumable(config: Config, folder: RunFolder) -> None:
     except UserError:
         return
     here = identity(config, {})
+    here.pop("data")  # no hashes yet
     _raise_differences(folder, {name: saved[name] for name in saved if name in here}, here)
 
 
