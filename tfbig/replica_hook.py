@@ -35,11 +35,12 @@ class ReplicaHook(Hook):
             return
         path, ranks = found[0]
         more = f" and {len(found) - 1} more variables" if len(found) > 1 else ""
-        which = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {ranks} differ"
+        holder = self._trainer.holder
+        which = f"{holder} {ranks[0]} differs" if len(ranks) == 1 else f"{holder}s {ranks} differ"
         raise RunError(
-            f"step {step}: {which} in {path}{more}, which must be the same bits on all ranks that"
-            f" hold it; at step {self._last_equal} it was. Look at that host's memory and driver;"
-            f" go on from a checkpoint of step {self._last_equal} or before: later ones may hold it"
-            " (tfbig checkpoints list).",
+            f"step {step}: {which} in {path}{more}, which must be the same bits on all {holder}s"
+            f" that hold it; at step {self._last_equal} it was. Look at that host's memory and"
+            f" driver; go on from a checkpoint of step {self._last_equal} or before: later ones may"
+            " hold it (tfbig checkpoints list).",
             on_all_ranks=True,
         )

@@ -61,6 +61,7 @@ class Trainer(abc.ABC):
       data_size: number of such slices.
       num_replicas: data_size x the devices one process drives.
       can_be_captured: whether TensorFlow's profiler may run over a step.
+      holder: what holds a copy of the weights and is numbered by `differing_replicas`.
     """
 
     rank: int = 0
@@ -69,6 +70,7 @@ class Trainer(abc.ABC):
     data_size: int = 1
     num_replicas: int = 1
     can_be_captured: bool = True
+    holder: str = "rank"
 
     @abc.abstractmethod
     def __init__(self, config: Config) -> None: ...
@@ -188,9 +190,10 @@ class Trainer(abc.ABC):
         return None
 
     def differing_replicas(self) -> list[tuple[str, list[int]]]:
-        """Returns weights that differ between ranks which must hold the same, and those ranks.
+        """Returns weights that differ where they must be the same, and the numbers of who differs.
 
-        Every rank calls it and gets the same; nothing where no rank holds a copy of another's.
+        They number ranks or replicas, as `holder` says. Every rank calls it and gets the same;
+        nothing where no one holds a copy of another's weights.
         """
         return []
 

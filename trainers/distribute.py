@@ -6,6 +6,9 @@ all_reduce, and the update is made by each replica alone, on equal values. Keras
 gradients by themselves and are not used (docs/design.md, section 3).
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import tensorflow as tf
 
 from tfbig.checkpoint_format import Slice
@@ -14,6 +17,7 @@ from trainers.base import Batch, StateReader
 from trainers.clock import Clock
 from trainers.gradients import BatchSums, Gradients, microbatch
 from trainers.replica import Local, ReplicaTrainer
+from trainers.replica_check import checksum, differing_copies
 
 AXIS = "data"
 
@@ -22,6 +26,7 @@ class DistributeTrainer(ReplicaTrainer):
     """Trains one replica on each device of this process; subclasses make the strategy."""
 
     strategy: tf.distribute.Strategy
+    holder = "replica"  # device after device, process after process
 
     @property
     def num_local(self) -> int:
@@ -76,6 +81,10 @@ class DistributeTrainer(ReplicaTrainer):
             # Slots are plain variables of the replica's device, not the strategy's.
             with tf.device(next(iter(own.values())).device):
                 replicas.append(self._make_local(own, training))
+        weights = [list(local.weights().values()) for local in replicas]
+        self._sums_of_copies = tf.function(
+            lambda: tf.stack([_checksums(own) for own in weights]), autograph=False
+        )
         return replicas
 
     def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:
@@ -85,6 +94,14 @@ class DistributeTrainer(ReplicaTrainer):
             for path, variable in other.items():
                 variable.assign(first[path])
         return missing
+
+    def differing_replicas(self) -> list[tuple[str, list[int]]]:
+        names = list(self._locals[0].weights())
+        return differing_copies(names, self._of_all_processes(self._sums_of_copies()))
+
+    def _of_all_processes(self, rows: tf.Tensor) -> np.ndarray:
+        """Returns the rows (n, ...) of all processes, in order."""
+        return rows.numpy()
 
     def gradient_slices(self, batch: Batch, step: int) -> list[Slice]:
         @tf.function(autograph=False)
@@ -126,3 +143,9 @@ class DistributeTrainer(ReplicaTrainer):
 
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
         return tf.distribute.get_replica_context().all_gather(rows, axis=0)
+
+
+def _checksums(variables: Sequence[tf.Variable]) -> tf.Tensor:
+    """Returns the checksums (n,) of one replica's variables, made on its device."""
+    with tf.device(variables[0].device):
+        return tf.stack([checksum(variable) for variable in variables])

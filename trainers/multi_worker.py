@@ -113,6 +113,9 @@ class MultiWorkerTrainer(DistributeTrainer):
         if self.size > 1 and (error is None or getattr(error, "on_all_ranks", False)):
             self.barrier(AGREE_SECONDS)
 
+    def _of_all_processes(self, rows: tf.Tensor) -> np.ndarray:
+        return self._all(rows, AGREE_SECONDS)
+
     def _all(self, tensor: tf.Tensor, timeout: float) -> np.ndarray:
         """Returns the tensors (n, ...) of all processes, joined along the first dim."""
         if self.size == 1:

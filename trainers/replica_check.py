@@ -64,6 +64,21 @@ class ReplicaCheck:
         return tf.stack([checksum(self._own[name]) for name in self._names if name in self._own])
 
 
+def differing_copies(names: Sequence[str], sums: np.ndarray) -> list[tuple[str, list[int]]]:
+    """Returns variables whose copies differ, and those that most others don't agree with.
+
+    Args:
+      names: of the variables.
+      sums: (copies, variables) int64, their checksums.
+
+    >>> differing_copies(["a", "b"], np.array([[1, 5], [1, 7], [1, 5]]))
+    [('b', [1])]
+    """
+    wrong = np.flatnonzero((sums != sums[0]).any(axis=0))[:MOST_NAMED]
+    here = np.ones(len(sums), np.int64)
+    return [(names[i], minority(np.stack([here, sums[:, i]], axis=1))) for i in wrong]
+
+
 def mesh_check(
     engine: Engine, model: ModelConfig, mesh: Mesh, own: Mapping[str, tf.Variable]
 ) -> ReplicaCheck:

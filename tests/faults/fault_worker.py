@@ -4,7 +4,7 @@ usage: fault_worker.py KIND RANK STEP FLAGS..., where KIND is
   exit0    the rank's process ends with code 0
   short    the rank thinks it is done and leaves the loop
   stop     the rank's process is stopped by SIGSTOP
-  flip     one bit of one weight changes
+  flip     one bit of one weight changes, of the rank's last replica
 """
 
 import os
@@ -29,7 +29,7 @@ def befall(kind: str, trainer) -> None:
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "flip":
-        variable = trainer._locals[0].variables["transformer_blocks/0/ffn/up/bias"]
+        variable = trainer._locals[-1].variables["transformer_blocks/0/ffn/up/bias"]
         bits = variable.numpy().view(np.uint32)
         bits[3] ^= 1
         variable.assign(bits.view(np.float32))
