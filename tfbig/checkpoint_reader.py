@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tfbig.checkpoint_format import FORMAT_VERSION, MANIFEST_NAME, UnreadableCheckpointError
+from tfbig.checkpoint_format import MANIFEST_NAME, UnreadableCheckpointError
+from tfbig.checkpoint_upgrade import upgraded
 from tfbig.durable_file import FileDigest, digest_problem
 from tfbig.errors import near_matches
 from tfbig.rectangle import Rectangle, bounds_problem, intersect
@@ -224,12 +225,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
             f"{path} is not a checkpoint's, but a data folder's or another program's; name a run's "
             "checkpoints/step_NNNNNNNN"
         )
-    version = manifest.get("format_version")
-    if version != FORMAT_VERSION:
-        raise UnreadableCheckpointError(
-            f"{path} has format_version {version}, this tfbig reads {FORMAT_VERSION}; "
-            "use the version of tfbig that wrote it"
-        )
+    manifest = upgraded(manifest, path)
     if missing := _missing_fields(manifest, ("step", "files", "variables")):
         raise UnreadableCheckpointError(f"{path} is damaged: no {missing}; {_WHAT_TO_DO}")
     return manifest
