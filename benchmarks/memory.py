@@ -4,7 +4,9 @@ usage: python benchmarks/memory.py [--quick]
 
 Two ranks train a narrow and a wide model under each option; the difference of their peaks over the
 difference of their parameters is what a parameter takes. Peaks are Linux's VmHWM with glibc told to
-hand every larger block back at once, so that they are of what is held, not of what was.
+hand every larger block back at once, so that they are of what is held, not of what was. Each model
+is trained by processes of its own, behind a small one that pays for what a process makes once: what
+an earlier model left behind would be reused, and missing from the count.
 """
 
 import gc
@@ -37,7 +39,6 @@ class Option(NamedTuple):
 HOROVOD = {"strategy": "horovod", "gradient_reduction": "buckets"}
 SHARED = {"strategy": "horovod"}
 LAYERS = 4
-WARM_UP = "warm-up"
 UNIT = 4 / LAYERS  # bytes a parameter of one block's weights, or gradients
 OPTIONS = {
     "none": Option(HOROVOD, 12, 16),
@@ -93,14 +94,14 @@ def _status_bytes(field: str) -> int:
 
 
 def measure(cases: list[dict]) -> None:
-    """Trains each case for some steps; rank 0 prints what it held, as JSON."""
+    """Trains each case for some steps; rank 0 prints what the last one held, as JSON."""
     import trainers
     from tfbig.config import Config, count_parameters, replace_fields
 
     for case in cases:
         config = replace_fields(Config(), case["fields"])
         held = Held()
-        before = held.now()  # what earlier cases have left behind, too
+        before = held.now()
         trainer = trainers.trainer_class(config.parallel.strategy)(config)
         trainer.build()
         batch = make_batch(config, config.run.global_batch // trainer.data_size)
@@ -118,7 +119,7 @@ def measure(cases: list[dict]) -> None:
             "peak": held.peak() - before,
         }
         trainer.barrier(600)
-        if trainer.rank == 0:
+        if trainer.rank == 0 and case is cases[-1]:
             print("result " + json.dumps(saw), flush=True)
         trainer.close()
         del trainer, batch
@@ -149,12 +150,9 @@ def state_cases(quick: bool) -> list[dict]:
     run = {"sequence_length": 8, "global_batch": RANKS, "bucket_megabytes": 4, "num_threads": 1}
     # Horovod's buffer for what it fuses, 128 MiB at most, would look like 4 bytes a parameter.
     run["deterministic"] = True
-    chosen = [name for name in OPTIONS if not quick or "bfloat16" not in name]
-    # The first trainer of a process also pays for what later ones find there.
-    first = {"name": WARM_UP, "fields": {**shape, **run, **HOROVOD, "embed_dim": 64}}
-    return [first] + [
+    return [
         {"name": name, "fields": {**shape, **run, **OPTIONS[name].fields, "embed_dim": width}}
-        for name in chosen
+        for name in (["ZeRO-1"] if quick else OPTIONS)
         for width in widths
     ]
 
@@ -170,32 +168,41 @@ def activation_cases(quick: bool) -> list[dict]:
             "name": mode,
             "fields": {**shape, **run, "activation_checkpointing": mode, "global_batch": rows},
         }
-        for mode in ("none", "block")
+        for mode in (["block"] if quick else ["none", "block"])
         for rows in batches
     ]
 
 
+def warm_up(case: dict) -> dict:
+    """Returns a case that a process runs before another."""
+    small = {"embed_dim": 64, "num_layers": 1, "activation_checkpointing": "none"}
+    return {"name": "warm-up", "fields": {**case["fields"], **small}}
+
+
 def launch(num_processes: int, part: str, quick: bool) -> list[dict]:
-    """Returns the results that rank 0 of a launch prints."""
-    command = [sys.executable, __file__, "--worker", part, *(["--quick"] if quick else [])]
-    if num_processes > 1:
-        horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-        command = [horovodrun, "-np", str(num_processes), *command]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"} | HANDS_BACK
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, env=environment)
-    lines = [line for line in done.stdout.splitlines() if "result {" in line]
-    if done.returncode or not lines:
-        sys.exit(f"the benchmark's processes failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    return [json.loads(line[line.index("{") :]) for line in lines]
+    """Returns, for each case of a part, what rank 0 of a launch of its own prints."""
+    results = []
+    for index in range(len(CASES[part](quick))):
+        command = [sys.executable, __file__, "--worker", part, str(index)]
+        command += ["--quick"] if quick else []
+        if num_processes > 1:
+            horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+            command = [horovodrun, "-np", str(num_processes), *command]
+        settings = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"} | HANDS_BACK
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=1000, env=os.environ | settings
+        )
+        lines = [line for line in done.stdout.splitlines() if "result {" in line]
+        if done.returncode or not lines:
+            sys.exit(f"the processes failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        results.append(json.loads(lines[0][lines[0].index("{") :]))
+    return results
 
 
 def pairs(results: list[dict]) -> dict[str, tuple[dict, dict]]:
-    """Returns each case's small and large model."""
-    by_name: dict[str, list[dict]] = {}
-    for result in results:
-        if result["name"] == WARM_UP:
-            continue
-        by_name.setdefault(result["name"], []).append(result)
+    """Returns each option's small and large case."""
+    names = dict.fromkeys(result["name"] for result in results)
+    by_name = {name: [one for one in results if one["name"] == name] for name in names}
     return {name: (small, large) for name, (small, large) in by_name.items()}
 
 
@@ -206,8 +213,6 @@ def slope(small: dict, large: dict, field: str, over: str) -> float:
 
 def report_state(results: list[dict]) -> None:
     """Prints bytes a parameter, each against its formula, and what fits 4 GiB a rank."""
-    # TensorFlow and Horovod themselves: what the first trainer found, and took for next to nothing.
-    process = results[0]["before"] + results[0]["peak"]
     for name, (small, large) in pairs(results).items():
         option = OPTIONS[name]
         for field, formula in (("resting", option.resting), ("peak", option.peak)):
@@ -218,6 +223,7 @@ def report_state(results: list[dict]) -> None:
                 f" within {BAR:.0%} | {found:.2f} | {met}"
             )
         each = slope(small, large, "peak", "parameters")
+        process = small["before"]  # TensorFlow, Horovod and what a first trainer leaves
         fits = (LIMIT - process - small["peak"]) / each + small["parameters"]
         print(f"{name}: the largest model in 4 GiB a rank, by that line: {fits / 1e6:,.0f} M")
 
@@ -241,15 +247,19 @@ def report_activations(results: list[dict], quick: bool) -> None:
         )
 
 
+CASES = {"state": state_cases, "activations": activation_cases}
+
+
 def main() -> None:
     """Runs both parts and prints one line a bar."""
     quick = "--quick" in sys.argv
-    cases = {"state": state_cases(quick), "activations": activation_cases(quick)}
     if "--worker" in sys.argv:
         from tfbig.command import quiet_tensorflow
 
         quiet_tensorflow()
-        measure(cases[sys.argv[sys.argv.index("--worker") + 1]])
+        part, index = sys.argv[sys.argv.index("--worker") + 1 :][:2]
+        case = CASES[part](quick)[int(index)]
+        measure([warm_up(case), case])
         return
     report_state(launch(RANKS, "state", quick))
     report_activations(launch(1, "activations", quick), quick)

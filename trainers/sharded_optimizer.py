@@ -103,11 +103,16 @@ class ShardedOptimizer:
         }
 
     def reduce(self, gradients: Mapping[str, tf.Tensor], clock: Clock | None = None) -> Parts:
-        """Returns this rank's parts of the gradients' sums over the group."""
-        return [
-            self.reduce_bucket(index, gradients, f"scatter_{index}", clock)
-            for index in range(len(self.buckets))
-        ]
+        """Returns this rank's parts of the gradients' sums over the group.
+
+        Buckets are in the order in which backward makes their gradients. Two are under way at a
+        time: Horovod sums one after the other, but makes room for a result when it is told of it.
+        """
+        parts: Parts = []
+        for index in range(len(self.buckets)):
+            with tf.control_dependencies(parts[max(index - 2, 0) : max(index - 1, 0)]):
+                parts.append(self.reduce_bucket(index, gradients, f"scatter_{index}", clock))
+        return parts
 
     def reduce_bucket(
         self, index: int, gradients: Mapping[str, tf.Tensor], name: str, clock: Clock | None
