@@ -17,6 +17,8 @@ EXIT_SIGNAL = 143  # stopped by a signal after saving
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _OTHER_RANK_PATIENCE = 8.0  # seconds in which the launcher ends this rank for rank 0's error
 _OTHER_RANKS_NOTICE = 1.0  # seconds in which the others notice that this rank has failed
+# Set by launchers to the number of ranks, the one that stands inside another's first.
+SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _LAUNCHERS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # these end the other ranks
 _FAILED_RANK_PATIENCE = 15.0  # seconds in which the failed rank prints its error and ends
 
@@ -36,7 +38,7 @@ def launched_rank() -> int:
 
 def is_launched() -> bool:
     """Returns whether a launcher, Slurm or TF_CONFIG says that there are several ranks."""
-    for name in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+    for name in SIZES:
         if os.environ.get(name, "1") not in ("", "1"):
             return True
     try:

@@ -1,11 +1,17 @@
-"""Starts a training command again when it fails: `tfbig launch --restarts=5 -- horovodrun ...`."""
+"""Starts a training command, alone or as ranks on many hosts, and again when it fails.
 
+`tfbig launch --restarts=5 -- horovodrun ...` watches one command. With --cluster it starts the
+ranks of this host itself, and meets the launchers of the other hosts: `srun tfbig launch
+--cluster=slurm -- python -m tfbig.train ...`.
+"""
+
+import dataclasses
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from tfbig.checkpoint import latest
@@ -13,19 +19,13 @@ from tfbig.command import EXIT_SIGNAL, EXIT_USER_ERROR, run_command
 from tfbig.config import RunConfig
 from tfbig.errors import UserError
 from tfbig.flags import Flags
+from tfbig.launching import sagemaker
+from tfbig.launching.launch_config import LaunchConfig
+from tfbig.launching.launcher import LauncherJob
+from tfbig.launching.place import place_by_hosts, place_by_mpi, place_by_slurm
 from tfbig.run_folder import RunFolder
 
 _FRUITLESS = 3  # failures in a row without a new checkpoint after which no restart will help
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    """How often a command is started again; it stands behind `--`, as it would alone."""
-
-    restarts: int = 3
-    """Restarts after failures, in all."""
-    restart_wait: float = 10.0
-    """Seconds before a restart, in which nodes may come back and ports are let go."""
 
 
 class Supervisor:
@@ -35,12 +35,13 @@ class Supervisor:
 
     Args:
       config: how often.
-      command: words of the command; a `--run_dir` among them tells whether it got anywhere.
+      command: words of the command.
+      run_dir: the run's folder, which tells whether it got anywhere.
     """
 
-    def __init__(self, config: LaunchConfig, command: Sequence[str]) -> None:
+    def __init__(self, config: LaunchConfig, command: Sequence[str], run_dir: str) -> None:
         self._config, self._command = config, list(command)
-        self._checkpoints = RunFolder(_run_dir(command)).checkpoints_dir
+        self._checkpoints = RunFolder(run_dir).checkpoints_dir
         self._process: subprocess.Popen | None = None
         self._signal = 0
 
@@ -124,18 +125,98 @@ def _run_dir(command: Sequence[str]) -> str:
     return values["run_dir"] or f"runs/{values['preset']}"
 
 
+def _check(config: LaunchConfig) -> None:
+    """Checks numbers.
+
+    Raises:
+      UserError: one makes no sense.
+    """
+    for name in ("restarts", "restart_wait", "processes_per_host", "num_processes", "port"):
+        if not getattr(config, name) >= 0:
+            raise UserError(f"--{name}={getattr(config, name)} must be at least 0: change it.")
+    if config.port > 65535:
+        raise UserError(f"--port={config.port} is no port: give one below 65536.")
+    if not config.start_timeout > 0:
+        raise UserError(f"--start_timeout={config.start_timeout} must be above 0: change it.")
+    if config.hosts and config.cluster not in ("hosts", "mpi"):
+        raise UserError(f"--hosts goes with --cluster=hosts, not {config.cluster}: leave it out.")
+    if config.cluster == "hosts" and not config.hosts:
+        raise UserError("--cluster=hosts needs --hosts: give all of them, as --hosts=a,b.")
+
+
+def _launch_here(config: LaunchConfig, command: Sequence[str]) -> int:
+    """Runs a command alone, or as this host's ranks of a cluster that Slurm or flags describe."""
+    if not command:
+        raise UserError("give the command to run behind --, e.g. -- horovodrun -np 2 python ...")
+    run_dir = _run_dir(command)
+    if config.cluster == "none":
+        return Supervisor(config, command, run_dir).run()
+    hosts = [host.strip() for host in config.hosts.split(",") if host.strip()]
+    if config.cluster == "slurm":
+        place = place_by_slurm(config)
+    elif config.cluster == "mpi":
+        place = place_by_mpi(hosts, config)
+    else:
+        place = place_by_hosts(hosts, config.host_index, config)
+    job = LauncherJob(
+        place=place,
+        command=command,
+        network_interface=config.network_interface,
+        start_timeout=config.start_timeout,
+        num_processes=config.num_processes,
+    )
+    return Supervisor(config, job.to_words(), run_dir).run()
+
+
+def _launch_on_sagemaker(config: LaunchConfig, command: Sequence[str]) -> int:
+    """Trains as SageMaker's files say, and leaves there what SageMaker wants to find."""
+    root = Path(config.sagemaker_root)
+    try:
+        job = sagemaker.read_job(root)
+        settings = Flags("launch", (LaunchConfig,), "").parse(
+            [f"--{name}={value}" for name, value in sagemaker.launcher_settings(job).items()]
+        )
+        config = dataclasses.replace(config, **settings)
+        _check(config)
+        train = [sys.executable, "-m", "tfbig.train", *sagemaker.training_flags(job), *command]
+        place = place_by_hosts(job.hosts, job.index, config)
+        ranks = place.num_processes * len(job.hosts)
+        if ranks > 1 and not any(word.startswith("--strategy=") for word in train):
+            train.append("--strategy=horovod")
+        reason_path = root / "output/.tfbig-reason"
+        reason_path.parent.mkdir(parents=True, exist_ok=True)
+        launcher = LauncherJob(
+            place=place,
+            command=train,
+            network_interface=config.network_interface or job.network_interface,
+            start_timeout=config.start_timeout,
+            num_processes=ranks,
+            reason_path=str(reason_path),
+        )
+        run_dir = _run_dir(train)
+        code = Supervisor(config, launcher.to_words(), run_dir).run()
+    except UserError as error:
+        sagemaker.write_failure(root, f"tfbig launch: {error}")
+        raise
+    if code in (0, EXIT_SIGNAL) and job.index == 0:
+        sagemaker.publish(root, run_dir)
+    elif code not in (0, EXIT_SIGNAL):
+        reason = reason_path.read_text() if reason_path.exists() else f"exit code {code}"
+        sagemaker.write_failure(root, f"{job.current_host}: {reason}")
+    reason_path.unlink(missing_ok=True)
+    return code
+
+
 def _body(arguments: Sequence[str]) -> int:
-    summary = "starts a command again when it fails: tfbig launch --restarts=5 -- COMMAND ..."
+    summary = "starts ranks or a command, again when it fails: tfbig launch ... -- COMMAND ..."
     flags = Flags("launch", (LaunchConfig,), summary)
     given = flags.parse(arguments, positional=True)
     command = given.pop("arguments")
     config = LaunchConfig(**given)
-    if not command:
-        raise UserError("give the command to run behind --, e.g. -- horovodrun -np 2 python ...")
-    for name in ("restarts", "restart_wait"):
-        if getattr(config, name) < 0:
-            raise UserError(f"--{name}={getattr(config, name)} must be at least 0.")
-    return Supervisor(config, command).run()
+    _check(config)
+    if config.cluster == "sagemaker":
+        return _launch_on_sagemaker(config, command)
+    return _launch_here(config, command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,6 +17,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps
 
+from tfbig.command import SIZES
+from tfbig.errors import UserError
 from tfbig.horovod_build import check_installed
 from trainers.clock import Clock, Timer
 
@@ -27,6 +29,7 @@ from horovod.tensorflow import mpi_ops  # noqa: E402
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 AGREE, BROADCAST, BARRIER = "agree", "broadcast", "barrier"
 EXTREME, GATHER = "extreme", "gather"
+_SILENT_SECONDS = 60  # a lost host ends a run of few ranks within 90 s, launcher included
 
 
 def _order_insensitive() -> None:
@@ -166,6 +169,29 @@ def _alltoall(tensor: tf.Tensor, **options: Any) -> tf.Tensor:
     return mpi_ops.alltoall(tensor, **options)[0]
 
 
+def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Checks that as many ranks found each other as a launcher has started.
+
+    Args:
+      size: of the world.
+      environ: the first of the launchers' variables that is set decides.
+
+    Raises:
+      UserError: each of them would train alone, in the same folder.
+    """
+    for name in SIZES:
+        started = environ.get(name, "")
+        if not started.isdigit():
+            continue
+        if int(started) != size:
+            raise UserError(
+                f"{name}={started}, but this rank finds itself in a world of {size}: this launcher "
+                "does not tell Horovod about the other ranks; start them by horovodrun or "
+                "`tfbig launch` (docs/clusters.md)."
+            )
+        return
+
+
 class Engine:
     """Horovod, started in this process.
 
@@ -175,15 +201,18 @@ class Engine:
         none at all.
       deterministic: reduces each tensor by itself. With three or more ranks a sum depends on
         which tensors timing fuses.
-      gloo_timeout: seconds after which a silent peer counts as dead.
+      gloo_timeout: seconds after which a silent peer counts as dead; 0 takes 60, and one a rank
+        beyond 60 ranks, whose start takes longer.
     """
 
     def __init__(
         self,
         groups: Sequence[tuple[str, Sequence[int]]] = (),
         deterministic: bool = False,
-        gloo_timeout: int = 120,
+        gloo_timeout: int = 0,
     ) -> None:
+        world_size = int(os.environ.get("HOROVOD_SIZE", "1"))
+        gloo_timeout = gloo_timeout or max(_SILENT_SECONDS, world_size)
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(gloo_timeout))
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0" if deterministic else str(128 << 20)
         _order_insensitive()
@@ -191,11 +220,10 @@ class Engine:
         for _, ranks in groups:
             if len(ranks) > 1:
                 sets.setdefault(tuple(ranks), hvd.ProcessSet(list(ranks)))
-        world_size = int(os.environ.get("HOROVOD_SIZE", "1"))
         everyone = tuple(range(world_size))
         sets.pop(everyone, None)
         hvd.init(process_sets=list(sets.values()) or None)
-        assert hvd.size() == world_size or "HOROVOD_SIZE" not in os.environ
+        check_world_size(hvd.size())
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         sets[tuple(range(self.size))] = hvd.global_process_set

@@ -1,7 +1,7 @@
 """Threads, GPUs and determinism: what TensorFlow fixes once a process."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +10,7 @@ from tfbig.errors import UserError
 from tfbig.parallel_config import ParallelConfig
 
 
-def prepare_devices(config: ParallelConfig, local_rank: int = 0, local_size: int = 1) -> None:
+def prepare_devices(config: ParallelConfig, local_rank: int = 0, local_size: int = 1) -> int:
     """Pins one GPU to this process, shares the cores, and turns determinism on.
 
     Must come before TensorFlow touches a device; a second call in the same process keeps what the
@@ -21,23 +21,49 @@ def prepare_devices(config: ParallelConfig, local_rank: int = 0, local_size: int
       local_rank: of this process on its host.
       local_size: processes on this host.
 
+    Returns:
+      The number of the GPU among those that this process sees; -1 without one.
+
     Raises:
       UserError: this host has GPUs, but fewer than processes.
     """
+    number = -1
     try:
         _set_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_size))
         gpus = tf.config.list_physical_devices("GPU")
         if gpus:
-            if len(gpus) < local_size:
-                raise UserError(
-                    f"this host runs {local_size} processes but has {len(gpus)} GPUs; each "
-                    f"process needs its own: start at most {len(gpus)} on a host."
-                )
-            tf.config.set_visible_devices(gpus[local_rank], "GPU")
-            tf.config.experimental.set_memory_growth(gpus[local_rank], True)
+            number = own_gpu(len(gpus), local_rank, local_size)
+            tf.config.set_visible_devices(gpus[number], "GPU")
+            tf.config.experimental.set_memory_growth(gpus[number], True)
     except RuntimeError:  # the devices are initialised: an earlier trainer of this process did it
         pass
     _set_arithmetic(config)
+    return number
+
+
+def own_gpu(
+    num_gpus: int, local_rank: int, local_size: int, environ: Mapping[str, str] = os.environ
+) -> int:
+    """Returns which of the GPUs that a process sees is its own.
+
+    A single one, among several processes, that CUDA_VISIBLE_DEVICES narrows them to is taken for
+    the launcher's choice for this process (Slurm's --gpus-per-task); `check_own_gpu` finds out
+    when it is not.
+
+    Raises:
+      UserError: they are fewer than the processes that share them.
+
+    >>> own_gpu(8, 3, 8), own_gpu(1, 3, 8, {"CUDA_VISIBLE_DEVICES": "3"})
+    (3, 0)
+    """
+    if num_gpus == 1 and "CUDA_VISIBLE_DEVICES" in environ:
+        return 0
+    if num_gpus < local_size:
+        raise UserError(
+            f"this host runs {local_size} processes but has {num_gpus} GPUs; each process needs "
+            f"its own: start at most {num_gpus} on a host."
+        )
+    return local_rank
 
 
 def own_share(gpus: Sequence[Any], local_rank: int, local_size: int) -> Sequence[Any]:

@@ -15,6 +15,7 @@ from trainers.buckets import flatten, unflatten
 from trainers.clock import Clock
 from trainers.collectives import Engine, distributed_tape
 from trainers.devices import prepare_devices
+from trainers.gpu_identity import check_own_gpu, gpu_uuid
 from trainers.gradients import BatchSums, Gradients, batch_gradients
 from trainers.replica import ReplicaTrainer
 from trainers.replica_check import ReplicaCheck
@@ -56,7 +57,8 @@ class HorovodTrainer(ReplicaTrainer):
         self._engine = Engine(deterministic=config.parallel.deterministic)
         self.rank = self.data_rank = self._engine.rank
         self.size = self.data_size = self.num_replicas = self._engine.size
-        prepare_devices(config.parallel, self._engine.local_rank, self._engine.local_size)
+        gpu = prepare_devices(config.parallel, self._engine.local_rank, self._engine.local_size)
+        check_own_gpu(self._engine, gpu_uuid(gpu) if gpu >= 0 else b"")
         check_equal_ranks(self._engine.differs, config)
         self._data = self._engine.everyone("data")
 

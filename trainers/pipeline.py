@@ -23,6 +23,7 @@ from trainers.collectives import Engine, Group
 from trainers.copied_optimizer import CopiedOptimizer
 from trainers.devices import prepare_devices
 from trainers.flat_buckets import flat_buckets
+from trainers.gpu_identity import check_own_gpu, gpu_uuid
 from trainers.mesh import make_mesh, mesh_groups, warn_of_slow_tensor_groups
 from trainers.partition import choose_partition
 from trainers.pipeline_link import Link
@@ -54,7 +55,8 @@ class PipelineTrainer(Trainer):
         # First a world without groups: groups that differ between ranks would hang the start.
         self._engine = Engine(deterministic=parallel.deterministic)
         try:
-            prepare_devices(parallel, self._engine.local_rank, self._engine.local_size)
+            gpu = prepare_devices(parallel, self._engine.local_rank, self._engine.local_size)
+            check_own_gpu(self._engine, gpu_uuid(gpu) if gpu >= 0 else b"")
             check_equal_ranks(self._engine.differs, config)
             self.mesh = make_mesh(
                 self._engine.size,
