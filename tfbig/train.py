@@ -93,6 +93,7 @@ def _train(
     from tfbig.bad_samples import examine_step
     from tfbig.bad_steps import BadSteps
     from tfbig.loop import Loop
+    from tfbig.lost_host import lost_hosts_named
     from tfbig.metrics import Throughput
     from tfbig.profiler.profiling import measured
     from tfbig.run_start import make_run_folder, recent_losses, start_from
@@ -111,6 +112,7 @@ def _train(
     pulse = held.enter_context(
         Watchdog(folder, trainer.rank, trainer.size, config.robustness.hang_timeout)
     ).pulse
+    held.enter_context(lost_hosts_named(folder, trainer.rank, trainer.size))
     keeper = held.enter_context(StateKeeper(config, folder, trainer, data.identity))
     reader, notes = keeper.find()
 
