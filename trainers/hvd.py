@@ -5,7 +5,7 @@ outside a tf.function is put into one, and names are fixed. After `smp.init()` t
 among the data ranks, the holders of the same stage, as they were with SageMaker's library.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +18,34 @@ from trainers.object_messages import broadcast_object_in, gather_objects
 from trainers.script_session import is_keras, session, unwrapped
 
 Average, Sum, Min, Max = "average", "sum", "min", "max"
+
+# Options of Horovod's calls that change nothing here: devices, groups of tensors and the name scope
+# are the engine's business, and a table's gradient becomes dense anyway.
+WITHOUT_EFFECT = (
+    "device_dense device_sparse sparse_as_dense num_groups groups gradient_predivide_factor"
+    " ignore_name_scope use_locking session inplace"
+).split()
+# Names of Horovod's that are not here, and what serves instead.
+NOT_SERVED = {
+    "Adasum": "hvd.Average and hvd.Sum are",
+    "Product": "hvd.Sum, hvd.Min and hvd.Max are",
+    "ProcessSet": "groups of ranks are those of trainers.smp, or a mesh of `tfbig train`",
+    "add_process_set": "groups of ranks are those of trainers.smp, or a mesh of `tfbig train`",
+    "remove_process_set": "groups of ranks are those of trainers.smp, or a mesh of `tfbig train`",
+    "global_process_set": "leave process_set out: calls are among all data ranks",
+    "broadcast_global_variables": "TensorFlow 2 collects no variables: hvd.broadcast_variables",
+    "BroadcastGlobalVariablesHook": "TensorFlow 2 has no sessions: hvd.broadcast_variables",
+    "PartialDistributedGradientTape": "reduce what is shared by hvd.grouped_allreduce",
+    "SyncBatchNormalization": "keras.layers.BatchNormalization of each rank's rows",
+    "elastic": "a run that stops resumes from its checkpoint on any number of ranks",
+    "grouped_allgather": "hvd.allgather",
+    "grouped_reducescatter": "hvd.reducescatter",
+    "join": "give every rank as many batches, by take() or drop_remainder=True",
+    "cross_rank": "hosts have no numbers: hvd.rank() // hvd.local_size()",
+    "cross_size": "hvd.size() // hvd.local_size()",
+    "start_timeline": "set HOROVOD_TIMELINE at the launch",
+    "stop_timeline": "set HOROVOD_TIMELINE at the launch",
+}
 
 
 class Compression:
@@ -69,6 +97,9 @@ def allreduce(
     name: str | None = None,
     compression: tf.DType | None = Compression.none,
     op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    **options: Any,
 ) -> tf.Tensor:
     """Returns a tensor's mean, sum, min or max over the data ranks.
 
@@ -78,7 +109,14 @@ def allreduce(
       name: fixed; calls without one are counted.
       compression: what it is rounded to on its way.
       op: Average (default), Sum, Min or Max.
+      prescale_factor: what the tensor is multiplied by before it is sent.
+      postscale_factor: what the result is multiplied by.
+      **options: of WITHOUT_EFFECT.
+
+    Raises:
+      UserError: an option that isn't served.
     """
+    _check_options("allreduce", options)
     if average is not None and op is not None:
         raise UserError("allreduce takes average= or op=, not both.")
     op = op or (Sum if average is False else Average)
@@ -86,12 +124,49 @@ def allreduce(
 
     def body(value: tf.Tensor, name: str) -> tf.Tensor:
         sent = tf.cast(value, compression) if compression and value.dtype.is_floating else value
-        sent = tf.cast(group.all_reduce(sent, name, "sum" if op == Average else op), value.dtype)
-        if op != Average or group.size == 1:
-            return sent
-        return sent / group.size if value.dtype.is_floating else sent // group.size
+        sent = group.all_reduce(
+            _scaled(sent, prescale_factor), name, "sum" if op == Average else op
+        )
+        sent = tf.cast(sent, value.dtype)
+        return _scaled(_mean(sent, group.size) if op == Average else sent, postscale_factor)
 
-    return session().in_graph(body, tensor, f"allreduce_{op}_{compression}", name or "")
+    scales = f"{prescale_factor:g}_{postscale_factor:g}"
+    return session().in_graph(body, tensor, f"allreduce_{op}_{compression}_{scales}", name or "")
+
+
+def _mean(total: tf.Tensor, count: int) -> tf.Tensor:
+    if count == 1:
+        return total
+    return total / count if total.dtype.is_floating else total // count
+
+
+def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    if factor == 1.0:
+        return tensor
+    if tensor.dtype.is_floating:
+        return tensor * tf.cast(factor, tensor.dtype)
+    return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
+
+
+def reducescatter(tensor: Any, op: str = Average, name: str | None = None) -> tf.Tensor:
+    """Returns this data rank's rows of the mean or sum over the data ranks.
+
+    Args:
+      tensor: its first dim is divisible by the number of data ranks.
+      op: Average or Sum.
+      name: fixed; calls without one are counted.
+    """
+    _check_gradient_op("reducescatter", op)
+    group = session().line("data")
+    rows = unwrapped(tensor).shape[0]
+    if rows is None or rows % group.size:
+        raise UserError(f"reducescatter: {rows} rows are no multiple of {group.size} data ranks.")
+
+    def body(value: tf.Tensor, name: str) -> tf.Tensor:
+        own = group.reduce_scatter(value, name)
+        return _mean(own, group.size) if op == Average else own
+
+    return session().in_graph(body, tensor, f"reducescatter_{op}", name or "")
 
 
 def grouped_allreduce(tensors: Sequence[Any], op: str = Average) -> list[tf.Tensor]:
@@ -180,8 +255,12 @@ def DistributedGradientTape(
     """Returns a tape whose gradients are averaged, or summed, over the data ranks.
 
     Gradients of tables become dense whatever `sparse_as_dense` says; devices are chosen by the
-    engine, and other options (num_groups, gradient_predivide_factor ...) have no effect.
+    engine, and the options of WITHOUT_EFFECT have none.
+
+    Raises:
+      UserError: another option.
     """
+    _check_options("DistributedGradientTape", options)
     _check_gradient_op("DistributedGradientTape", op)
     return _Tape(gradtape, op == Average, compression)
 
@@ -197,8 +276,9 @@ def DistributedOptimizer(
     """Returns the optimizer, which averages or sums gradients over the data ranks first.
 
     Raises:
-      UserError: backward_passes_per_step other than 1.
+      UserError: backward_passes_per_step other than 1, or an option that isn't served.
     """
+    _check_options("DistributedOptimizer", options)
     _check_gradient_op("DistributedOptimizer", op)
     if backward_passes_per_step != 1:
         raise UserError(
@@ -206,6 +286,12 @@ def DistributedOptimizer(
             " the script, or train by `tfbig train --microbatches`."
         )
     return distributed_optimizer(optimizer, op == Average, compression)
+
+
+def _check_options(caller: str, options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in WITHOUT_EFFECT and value is not None:
+            raise UserError(f"hvd.{caller}({name}={value!r}) isn't served: leave it out.")
 
 
 def _check_gradient_op(caller: str, op: str) -> None:
@@ -216,3 +302,9 @@ def _check_gradient_op(caller: str, op: str) -> None:
 def to_tensor(value: Any) -> tf.Tensor:
     """Returns a tensor of a tensor or a variable of either kind."""
     return unwrapped(value)
+
+
+def __getattr__(name: str) -> Any:
+    if name in NOT_SERVED:
+        raise AttributeError(f"hvd.{name} isn't served; instead: {NOT_SERVED[name]}.")
+    raise AttributeError(f"module trainers.hvd has no attribute {name}")

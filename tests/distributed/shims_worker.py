@@ -35,6 +35,21 @@ def check_hvd() -> None:
     np.testing.assert_allclose(
         hvd.allreduce(ones, compression=hvd.Compression.fp16, op=hvd.Sum), np.array([1, 2]) * total
     )
+    doubled = hvd.allreduce(ones, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    np.testing.assert_allclose(doubled, np.array([2, 4]) * total)
+    rows = tf.range(size, dtype=tf.float32) * (rank + 1)
+    np.testing.assert_allclose(hvd.reducescatter(rows, op=hvd.Sum), [rank * total])
+    np.testing.assert_allclose(hvd.reducescatter(rows), [rank * total / size])
+    for refused in (
+        lambda: hvd.allreduce(ones, process_set=[0]),
+        lambda: hvd.reducescatter(tf.zeros([size + 1])),
+        lambda: hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Max),
+        lambda: hvd.DistributedGradientTape(tf.GradientTape(), scale_local_gradients=True),
+    ):
+        with pytest.raises(UserError):
+            refused()
+    with pytest.raises(AttributeError, match=r"hvd.join isn't served; instead: give every rank"):
+        hvd.join()
     gathered = hvd.allgather(tf.fill([rank + 1, 1], rank)).numpy()[:, 0]
     np.testing.assert_array_equal(gathered, np.repeat(np.arange(size), np.arange(size) + 1))
     sent = hvd.alltoall(tf.range(size) + 10 * rank, [1] * size)
