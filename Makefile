@@ -1,5 +1,6 @@
 # make train   everything from a fresh machine to a trained GPT that writes text
 # make test    style, types and tests
+# make test-system    what needs root: hosts of network namespaces, mpirun, a browser
 # make test-interop   our models against those of transformers; installs PyTorch besides
 # Each does the set-up first, once, into .venv/. Another Python: make PYTHON=python3.12 train
 
@@ -81,9 +82,17 @@ $(INTEROP_STAMP): $(STAMP)
 test-interop: $(INTEROP_STAMP)
 	$(BIN)/python -m pytest tests/interop/test_transformers.py tests/examples
 
-# Needs root, for the browser.
+# Hosts made of network namespaces, mpirun, the image, a browser: root, and Debian's packages.
+SYSTEM_PROGRAMS := chromium:chromium ip:iproute2 sshd:openssh-server ssh:openssh-client \
+  mpirun:openmpi-bin buildah:buildah debootstrap:debootstrap
 test-system: $(STAMP)
-	@command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium
+	@test "$$(id -u)" = 0 || { echo "make: test-system needs root: sudo make test-system" >&2; exit 2; }
+	@missing=; for pair in $(SYSTEM_PROGRAMS); do PATH="$$PATH:/usr/sbin:/sbin" \
+	  command -v "$${pair%%:*}" >/dev/null || missing="$$missing $${pair##*:}"; done; \
+	test -z "$$missing" || { command -v apt-get >/dev/null || { \
+	  echo "make: test-system needs these of Debian's packages:$$missing" >&2; exit 2; }; \
+	  echo "make: installing$$missing"; apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; }
 	TFBIG_SYSTEM_TESTS=1 $(BIN)/python -m pytest tests/system
 
 format: $(STAMP)

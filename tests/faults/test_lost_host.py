@@ -11,6 +11,7 @@ from tfbig.lost_host import answers, lost_hosts_named, silent_hosts
 from tfbig.run_folder import RunFolder
 
 SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one of the ranks"
+CUT = "Application timeout caused pair closure [[{{node HorovodGroupedAllreduce_0}}]]"
 
 
 def heartbeats(*hosts):
@@ -46,9 +47,10 @@ def test_the_engines_error_becomes_a_line_with_the_host(tmp_path, monkeypatch):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         Heartbeats(folder.heartbeats_dir, rank, 2).write(Pulse())
     monkeypatch.setattr(lost_host, "answers", lambda host: False)
-    with pytest.raises(RunError, match=r"host h2 \(rank 1\) no longer answers"):
-        with lost_hosts_named(folder, 0, 2):
-            raise RuntimeError(SHUT_DOWN)
+    for text in (SHUT_DOWN, CUT):
+        with pytest.raises(RunError, match=r"host h2 \(rank 1\) no longer answers"):
+            with lost_hosts_named(folder, 0, 2):
+                raise RuntimeError(text)
     with pytest.raises(KeyError), lost_hosts_named(folder, 0, 2):
         raise KeyError("another fault")
     monkeypatch.setattr(lost_host, "answers", lambda host: True)
