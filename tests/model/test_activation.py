@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfbig.model.activation import gelu, gelu_tanh
+from tfbig.model.fused import SMALLEST
 
 PAIRS = [(gelu_tanh, True), (gelu, False)]
 INPUTS = np.concatenate([np.linspace(-12, 12, 4001), [0.0, -0.0, 1e-30, 300.0, -300.0]])
@@ -46,6 +47,24 @@ def test_narrow_dtypes(ours, approximate, dtype, tolerance):
     for a, b in zip(found, exact, strict=True):
         assert np.isfinite(a.astype(np.float32)).all()
         np.testing.assert_allclose(a.astype(np.float32), b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("ours, approximate", PAIRS)
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(tf.float64, 1e-10), (tf.float32, 1e-5), (tf.bfloat16, 2e-2)]
+)
+def test_large_tensors_are_compiled_and_equal(ours, approximate, dtype, tolerance):
+    x = tf.cast(np.linspace(-12, 12, SMALLEST), dtype)
+    compiled = with_slope(ours, x)
+    exact = formula(np.array(tf.cast(x, tf.float64)), approximate)
+    for a, b in zip(compiled, exact, strict=True):
+        np.testing.assert_allclose(a.astype(np.float64), b, rtol=tolerance, atol=tolerance)
+
+    def calls(size: int) -> int:
+        graph = tf.function(ours, autograph=False).get_concrete_function(tf.zeros([size])).graph
+        return sum("Call" in op.type for op in graph.get_operations())
+
+    assert calls(SMALLEST) == 1 and calls(SMALLEST - 1) == 0
 
 
 @pytest.mark.parametrize("ours", [gelu, gelu_tanh])
