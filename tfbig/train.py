@@ -26,7 +26,6 @@ from tfbig.config import (
 from tfbig.errors import UserError
 from tfbig.flags import Flags
 from tfbig.interop.initial_weights import model_fields, open_initial, tokenizer_folder
-from tfbig.loss_config import LossConfig
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import ProfileConfig
 from tfbig.robustness_config import RobustnessConfig
@@ -370,7 +369,6 @@ def _body(arguments: Sequence[str]) -> int:
         RobustnessConfig,
         ProfileConfig,
         OptimizerConfig,
-        LossConfig,
         ModelConfig,
     )
     summary = "trains a GPT, resuming where it stopped."
