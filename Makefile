@@ -16,7 +16,7 @@ PROMPT ?= def main(
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup train test test-interop test-system lint format types tests clean
+.PHONY: help setup setup-interop train test test-interop test-system lint format types tests clean
 # Nothing of the machine's own Python packages gets in.
 unexport PYTHONPATH PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -73,6 +73,8 @@ tests: $(STAMP)
 # for CPUs, TORCH_INDEX names it: make TORCH_INDEX=https://download.pytorch.org/whl/cpu test-interop
 TORCH_INDEX ?=
 INTEROP_STAMP := $(VENV)/.tfbig-interop-ready
+setup-interop: $(INTEROP_STAMP)
+
 $(INTEROP_STAMP): $(STAMP)
 	@echo "make: installing PyTorch and transformers into $(VENV)"
 	@$(BIN)/python -m pip install -qq $(TORCH_INDEX:%=--extra-index-url=%) \
