@@ -43,13 +43,14 @@ def test_flags_of_all_commands_exist():
     pattern = re.compile(r"tfbig\.(\w+)|^tfbig (\w+)")
     checked = 0
     for page in PAGES:
-        for command in [*commands(page, False), *commands(page, True), *inline_commands(page)]:
+        lines = [*commands(page, False), *commands(page, True), *inline_commands(page)]
+        for command in (part for line in lines for part in line.split(" -- ")):
             words = shlex.split(command)
             names = [m.group(1) or m.group(2) for m in pattern.finditer(command)]
-            if not names:
+            flags = [word for word in words if word.startswith("--")]
+            if not names or not flags:
                 continue
             module = importlib.import_module(f"tfbig.{names[0]}")
-            flags = [word for word in words if word.startswith("--")]
             text = help_of(module.__name__)
             for flag in flags:
                 name = flag[2:].partition("=")[0]

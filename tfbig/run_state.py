@@ -119,6 +119,8 @@ def check_resumable(config: Config, folder: RunFolder) -> None:
         saved = CheckpointReader(info.path).manifest["metadata"].get("identity", {})
     except UserError:
         return
+    if not saved:
+        return
     here = identity(config, {})
     here.pop("data")  # no hashes yet
     _raise_differences(folder, {name: saved[name] for name in saved if name in here}, here)
