@@ -237,7 +237,9 @@ def install_fake(
     if record:
         (folder / "horovod").mkdir()
         (folder / "horovod" / horovod_edits.BUILD_RECORD).write_text(json.dumps(record))
-    monkeypatch.setattr(sys, "path", [str(folder)])
+    # Python 3.13 reads metadata with modules that it imports then: its own folders stay.
+    own = [path for path in sys.path if "site-packages" not in path]
+    monkeypatch.setattr(sys, "path", [str(folder), *own])
 
 
 class TestCheckInstalled:
