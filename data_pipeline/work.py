@@ -94,6 +94,9 @@ class WorkFolder:
             worked = False
             for item in order:
                 if not self.is_done(item) and self._claim(item):
+                    if self.is_done(item):  # between the look and the claim
+                        unlink_quietly(self._claims / item)
+                        continue
                     with self._alive(item):
                         write_atomic(
                             self._results / f"{item}.json",

@@ -307,7 +307,7 @@ def wire_dtypes(trainer) -> list[str]:
     return sorted(
         {
             operation.inputs[0].dtype.name
-            for link in trainer._stepper._links.values()
+            for link in getattr(trainer._stepper, "_links", {}).values()  # none without stages
             for function in link._functions.values()
             for concrete in function._list_all_concrete_functions()
             for operation in concrete.graph.get_operations()
