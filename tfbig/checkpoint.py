@@ -144,6 +144,14 @@ def prune(
     return [info.path for info in doomed]
 
 
+def nearest_folder(directory: str | os.PathLike[str]) -> Path:
+    """Returns a folder, or the nearest one above it that exists."""
+    folder = Path(os.path.abspath(os.path.expanduser(directory)))
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
 def free_disk_error(
     directory: str | os.PathLike[str], num_bytes: int, margin_bytes: int = _GIB // 4
 ) -> str | None:
@@ -157,10 +165,7 @@ def free_disk_error(
     Returns:
         One line with the numbers, or None when there is room.
     """
-    existing = Path(directory).absolute()
-    while not existing.exists():
-        existing = existing.parent
-    stat = os.statvfs(existing)
+    stat = os.statvfs(nearest_folder(directory))
     if stat.f_blocks == 0:  # /proc and the like: whoever writes there says what is wrong
         return None
     free_bytes = stat.f_bavail * stat.f_frsize

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tfbig.checkpoint import nearest_folder
 from tfbig.command import EXIT_FAULT, is_launched, launched_rank, run_command
 from tfbig.diagnosis import devices, disk, hashes, limits, network, versions
 from tfbig.diagnosis.doctor_config import DoctorConfig
@@ -17,6 +18,7 @@ from tfbig.diagnosis.finding import Examined, Finding, HostReport, differing_fac
 from tfbig.diagnosis.page import as_json, page, wants_colour
 from tfbig.errors import UserError
 from tfbig.flags import Flags
+from tfbig.launching.place import num_gpus
 from tfbig.presets import preset
 from tfbig.together import on_every_rank
 from trainers.agreement import code_hash
@@ -98,7 +100,7 @@ def _examine_host(
     num_hosts: int,
 ) -> list[Examined]:
     gpus, driver = devices.read_gpus()
-    has_gpus = bool(gpus) or devices.has_gpu_files()
+    has_gpus = bool(gpus) or num_gpus({}) > 0
     found = [
         guarded("devices", lambda: devices.examine(gpus, driver, has_gpus, seen, local_size)),
         guarded("devices", lambda: devices.examine_cores(local_size)),
@@ -160,7 +162,7 @@ def _examine_cluster(
             found[0].add("devices", "problem", str(error))
         found.append(bandwidth.examine_clock(engine))
         if config.run_dir and num_hosts > 1:
-            folder = disk.nearest_folder(config.run_dir)
+            folder = nearest_folder(config.run_dir)
             found.append(bandwidth.examine_shared_folder(engine, folder))
         reports = bandwidth.gather_reports(engine, _report(engine.rank, found))
     finally:

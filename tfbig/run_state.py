@@ -28,6 +28,7 @@ from tfbig.host_memory import HostCopy
 from tfbig.loop import Progress
 from tfbig.run_folder import RunFolder
 from tfbig.saving import Saved, Saving
+from tfbig.shared_folder import sees_rank_0
 from tfbig.together import raise_together, together
 from tfbig.variables import num_trained_parameters
 
@@ -359,21 +360,11 @@ def check_shared(folder: RunFolder, trainer: Any, patience: float = 5.0) -> None
     Raises:
       UserError: on every rank, when one doesn't see what rank 0 wrote.
     """
-    token = int(trainer.broadcast(np.array([uuid.uuid4().int & (2**62 - 1)], np.int64))[0])
-    probe = folder.path / f".shared-{token}"
-    if trainer.rank == 0:
-        probe.touch()
-    trainer.agree(0, "max")  # rank 0 has written it
-    deadline = time.monotonic() + patience
-    while not probe.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    blind = -1 if probe.exists() else trainer.rank
-    blind = trainer.agree(blind, "max")
-    if trainer.rank == 0:
-        probe.unlink()
-        if blind >= 0:
-            folder.remove_if_empty()
+    sees = sees_rank_0(trainer, folder.path, patience)
+    blind = trainer.agree(-1 if sees else trainer.rank, "max")
     if blind >= 0:
+        if trainer.rank == 0:
+            folder.remove_if_empty()
         raise UserError(
             f"rank {blind} does not see {folder.path}, which rank 0 made: --run_dir must be on a "
             "file system that all hosts share."

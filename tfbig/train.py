@@ -26,11 +26,13 @@ from tfbig.config import (
 from tfbig.errors import UserError
 from tfbig.flags import Flags
 from tfbig.interop.initial_weights import model_fields, open_initial, tokenizer_folder
+from tfbig.lost_host import lost_hosts_named
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import ProfileConfig
 from tfbig.robustness_config import RobustnessConfig
 from tfbig.run_folder import RunFolder
 from tfbig.run_folder_check import check_run_folder
+from tfbig.stop_signal import StopSignal
 from tfbig.together import Outcome, on_every_rank, together
 from tfbig.validation import validate
 
@@ -93,12 +95,10 @@ def _train(
     from tfbig.bad_samples import examine_step
     from tfbig.bad_steps import BadSteps
     from tfbig.loop import Loop
-    from tfbig.lost_host import lost_hosts_named
     from tfbig.metrics import Throughput
     from tfbig.profiler.profiling import measured
     from tfbig.run_start import make_run_folder, recent_losses, start_from
     from tfbig.run_state import StateKeeper, check_shared
-    from tfbig.stop_signal import StopSignal
     from tfbig.watchdog import Watchdog
 
     memory, data = check_and_open(config, folder, trainer)
@@ -109,10 +109,9 @@ def _train(
     with on_every_rank():
         held.enter_context(make_run_folder(config, folder, trainer))
         check_shared(folder, trainer)
-    pulse = held.enter_context(
-        Watchdog(folder, trainer.rank, trainer.size, config.robustness.hang_timeout)
-    ).pulse
-    held.enter_context(lost_hosts_named(folder, trainer.rank, trainer.size))
+    ranks = folder, trainer.rank, trainer.size
+    pulse = held.enter_context(Watchdog(*ranks, config.robustness.hang_timeout)).pulse
+    held.enter_context(lost_hosts_named(*ranks))
     keeper = held.enter_context(StateKeeper(config, folder, trainer, data.identity))
     reader, notes = keeper.find()
 

@@ -17,11 +17,13 @@ _UUID_BYTES = 16
 
 
 def gpu_uuid(number: int) -> bytes:
-    """Returns the identity of a GPU by the number that this process sees it under; b"" without one.
+    """Returns the identity of a GPU by the number that this process sees it under; b"" for -1.
 
     Asks CUDA's driver, which CUDA_VISIBLE_DEVICES narrows as it does TensorFlow
     (docs.nvidia.com, CUDA driver API, cuDeviceGetUuid_v2, of a MIG slice its own).
     """
+    if number < 0:
+        return b""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
         device, uuid = ctypes.c_int(), (ctypes.c_ubyte * _UUID_BYTES)()

@@ -58,7 +58,7 @@ class HorovodTrainer(ReplicaTrainer):
         self.rank = self.data_rank = self._engine.rank
         self.size = self.data_size = self.num_replicas = self._engine.size
         gpu = prepare_devices(config.parallel, self._engine.local_rank, self._engine.local_size)
-        check_own_gpu(self._engine, gpu_uuid(gpu) if gpu >= 0 else b"")
+        check_own_gpu(self._engine, gpu_uuid(gpu))
         check_equal_ranks(self._engine.differs, config)
         self._data = self._engine.everyone("data")
 

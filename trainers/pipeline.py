@@ -56,7 +56,7 @@ class PipelineTrainer(Trainer):
         self._engine = Engine(deterministic=parallel.deterministic)
         try:
             gpu = prepare_devices(parallel, self._engine.local_rank, self._engine.local_size)
-            check_own_gpu(self._engine, gpu_uuid(gpu) if gpu >= 0 else b"")
+            check_own_gpu(self._engine, gpu_uuid(gpu))
             check_equal_ranks(self._engine.differs, config)
             self.mesh = make_mesh(
                 self._engine.size,

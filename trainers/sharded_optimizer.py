@@ -110,7 +110,7 @@ class ShardedOptimizer:
         """
         parts: Parts = []
         for index in range(len(self.buckets)):
-            with tf.control_dependencies(parts[max(index - 2, 0) : max(index - 1, 0)]):
+            with tf.control_dependencies(parts[-2:-1]):
                 parts.append(self.reduce_bucket(index, gradients, f"scatter_{index}", clock))
         return parts
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfbig.diagnosis.doctor_config import DoctorConfig
 from tfbig.diagnosis.finding import Examined, HostReport
 from tfbig.profiler.clock_offset import estimate_offset
+from tfbig.shared_folder import sees_rank_0
 from trainers.collectives import Engine, Group
 from trainers.mesh import Mesh, make_mesh
 
@@ -155,24 +156,9 @@ def examine_shared_folder(engine: Engine, folder: Path) -> Examined:
       folder: that exists on rank 0: the run's, or the nearest above it.
     """
     found = Examined()
-    token, depth = engine.broadcast(
-        np.array([time.time_ns() % (1 << 62), len(folder.parts)], np.int64)
-    )
-    shared = Path(*folder.parts[: int(depth)])
-    probe = shared / f".tfbig-doctor-shared-{int(token)}"
-    if engine.rank == 0:
-        try:
-            probe.touch()
-        except OSError:  # the disk's check says so
-            pass
-    engine.agree(0, "max")
-    deadline = time.monotonic() + 5.0  # network file systems show new files late
-    while not probe.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    sees = probe.exists()
-    engine.agree(0, "max")
-    if engine.rank == 0:
-        probe.unlink(missing_ok=True)
+    depth = int(engine.broadcast(np.array([len(folder.parts)], np.int64))[0])
+    shared = Path(*folder.parts[:depth])
+    sees = sees_rank_0(engine, shared)
     if not sees:
         text = f"this host does not see {shared} of rank 0's host"
         found.add("disk", "problem", text, "put --run_dir on a file system that all hosts share")

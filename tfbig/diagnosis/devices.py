@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfbig.diagnosis.finding import Examined
@@ -55,11 +54,6 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def has_gpu_files(root: Path = Path("/dev")) -> bool:
-    """Returns whether the driver has made device files, so that there are GPUs."""
-    return any(root.glob("nvidia[0-9]*"))
-
-
 def examine(
     gpus: Sequence[Gpu],
     driver: str,
@@ -73,7 +67,7 @@ def examine(
     Args:
       gpus: of `read_gpus`.
       driver: its version.
-      has_files: of `has_gpu_files`.
+      has_files: whether the driver has made files of devices, so that there are GPUs.
       seen: {"gpus": number that TensorFlow sees, "cuda": whether it was built with it}; empty
         where TensorFlow could not be asked.
       local_size: ranks that this host will run.

@@ -5,27 +5,15 @@ import shutil
 import time
 from pathlib import Path
 
-from tfbig.config import RunConfig, count_parameters
+from tfbig.checkpoint import nearest_folder
+from tfbig.config import RunConfig
 from tfbig.diagnosis.finding import Examined
+from tfbig.planner.economics import checkpoint_bytes
 from tfbig.presets import preset
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _SLOW = 50.0  # MiB/s
 _SHM_BYTES = _GIB  # what NCCL may take of /dev/shm (NVIDIA/nccl issue 290)
-_BYTES_A_PARAMETER = 12  # float32 weights and Adam's two moments
-
-
-def nearest_folder(path: str) -> Path:
-    """Returns the folder itself, or the nearest one above it that exists."""
-    folder = Path(os.path.abspath(os.path.expanduser(path)))
-    while not folder.is_dir():
-        folder = folder.parent
-    return folder
-
-
-def checkpoint_bytes(name: str) -> int:
-    """Returns the size of one checkpoint of a preset, 0 for ""."""
-    return _BYTES_A_PARAMETER * count_parameters(preset(name).model) if name else 0
 
 
 def examine(run_dir: str, preset_name: str, megabytes: int) -> Examined:
@@ -40,7 +28,7 @@ def examine(run_dir: str, preset_name: str, megabytes: int) -> Examined:
       UserError: no such preset.
     """
     found, folder = Examined(), nearest_folder(run_dir)
-    size = checkpoint_bytes(preset_name)
+    size = checkpoint_bytes(preset(preset_name)) if preset_name else 0
     # As many as are kept, and the next one while it is written.
     needed = max(_GIB, (RunConfig.keep_last + 1) * size)
     usage = shutil.disk_usage(folder)

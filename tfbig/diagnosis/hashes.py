@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from data_pipeline import manifest
+from data_pipeline.folder_check import check_shards, check_tokenizer
 from data_pipeline.verifying import find_problems
 from tfbig.diagnosis.finding import Examined
-from tfbig.durable_file import digest_file
 from tfbig.errors import UserError
 
 _SHOWN = 3  # problems of a folder
@@ -28,16 +28,16 @@ def examine(data: str, verify: bool) -> Examined:
     contents = read.contents
     tokenizer = contents["tokenizer"]["sha256"]
     found.facts = {"data manifest": read.sha256[:16], "tokenizer": tokenizer[:16]}
-    problems = _sizes(folder, contents)
+    problems = []
+    for check in (check_shards, check_tokenizer):
+        try:
+            check(folder, contents)
+        except UserError as error:
+            problems.append(str(error))
     if verify and not problems:
-        problems = _contents(folder)
-    try:
-        if digest_file(folder / manifest.TOKENIZER).sha256 != tokenizer:
-            problems.append(f"{manifest.TOKENIZER} is not the manifest's")
-    except OSError as error:
-        problems.append(f"{manifest.TOKENIZER} cannot be read: {error.strerror}")
+        problems = [f"{folder}: {problem}" for problem in _contents(folder)]
     for problem in problems[:_SHOWN]:
-        found.add("hashes", "problem", f"{folder}: {problem}", "restore it, or prepare anew")
+        found.add("hashes", "problem", problem)
     if len(problems) > _SHOWN:
         text = f"{folder}: {len(problems) - _SHOWN} more such problems"
         found.add("hashes", "problem", text, f"tfbig data verify --data={folder} lists them")
@@ -46,20 +46,6 @@ def examine(data: str, verify: bool) -> Examined:
         rows = sum(split["rows"] for split in contents["splits"].values())
         found.add("hashes", "fine", f"{folder}: {rows} rows, manifest {read.sha256[:16]}, {how}")
     return found
-
-
-def _sizes(folder: Path, contents: dict) -> list[str]:
-    """Returns a line for each shard that is missing or of another size."""
-    problems = []
-    for split in contents["splits"].values():
-        for shard in split["shards"]:
-            path = folder / shard["file"]
-            if not path.is_file():
-                problems.append(f"{shard['file']} is missing")
-            elif path.stat().st_size != shard["rows"] * contents["stride"]:
-                size = shard["rows"] * contents["stride"]
-                problems.append(f"{shard['file']} has {path.stat().st_size} bytes, not {size}")
-    return problems
 
 
 def _contents(folder: Path) -> list[str]:

@@ -148,5 +148,5 @@ class Ranks:
             rank.process.wait()
 
     def _join(self) -> None:
-        for thread in getattr(self, "_readers", []):
+        for thread in self._readers:
             thread.join(timeout=2.0)  # a grandchild may hold the pipe
