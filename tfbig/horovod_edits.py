@@ -255,6 +255,25 @@ _SCREEN = (
     ),
 )
 
+# (l) horovodrun kills its processes 5 s after their SIGTERM, in the middle of a checkpoint. It gives
+#     them TFBIG_GRACE_SECONDS; the shell around a process, which has nothing to save, keeps its 5.
+#     By default 20: a process that is stopped or hangs holds up the end of a failed job for as long.
+_SHELL = "horovod/runner/common/util/safe_shell_exec.py"
+_GRACE = (
+    Edit(
+        "l",
+        _SHELL,
+        "GRACEFUL_TERMINATION_TIME_S = 5\n",
+        "GRACEFUL_TERMINATION_TIME_S = float(os.environ.get('TFBIG_GRACE_SECONDS') or 20)\n",
+    ),
+    Edit(
+        "l",
+        _SHELL,
+        "        p.wait(timeout=GRACEFUL_TERMINATION_TIME_S)\n",
+        "        p.wait(timeout=5)\n",
+    ),
+)
+
 EDITS: tuple[Edit, ...] = (
     _XLA_OPERATIONS,
     _STALL_INSPECTOR,
@@ -267,6 +286,7 @@ EDITS: tuple[Edit, ...] = (
     _RENDEZVOUS,
     _RELEASE,
     *_SCREEN,
+    *_GRACE,
 )
 
 

@@ -22,6 +22,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
+        "TFBIG_GRACE_SECONDS": "5",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     return values | dict(extra or {})

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,40 @@ with stop_signal.StopSignal():
     print("stuck", flush=True)
     library.pthread_mutex_lock(lock)
 """
+
+
+# A process that takes two seconds to save after SIGTERM.
+SAVES = """
+import signal, sys, time
+def save(*_):
+    time.sleep(2)
+    open(sys.argv[1], "w").close()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("seconds", "saved"), [("30", True), ("0.5", False)])
+def test_horovodrun_gives_its_processes_time_to_save(seconds, saved, tmp_path):
+    command = [str(Path(sys.executable).parent / "horovodrun"), "-np", "1", sys.executable]
+    process = subprocess.Popen(
+        [*command, "-c", SAVES, str(tmp_path / "saved")],
+        env=environment({"TFBIG_GRACE_SECONDS": seconds}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert any("ready" in line for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) != 0
+        assert (tmp_path / "saved").exists() == saved
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_only_a_late_second_signal_ends_a_stuck_process_at_once():
