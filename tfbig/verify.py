@@ -242,25 +242,35 @@ def compare(found: Seen, exact: Seen, narrow: Seen | None, plain: bool) -> list[
     return comparisons
 
 
-def check_resume(trainer: Any, config: Config, gatherer: Gatherer) -> Comparison:
-    """Saves, trains on, loads, and compares the next gradient with the one before; collective."""
+def check_resume(trainer: Any, config: Config, gatherer: Gatherer) -> list[Comparison]:
+    """Saves, trains on and loads; compares the next loss and gradient with those before.
+
+    Collective; the same bits are asked for where the engine gives them twice.
+    """
     batch = make_batch(config, STEPS, trainer.data_rank, trainer.data_size)
+
+    def losses() -> Tensors:
+        return {"validation": trainer.evaluate_step(batch)[0]}  # (global batch,)
 
     def gradient() -> Tensors:
         slices = trainer.gradient_slices(batch, STEPS)
         return {f"{part.path}{part.start}": np.array(part.array) for part in slices}
 
-    before, again = gradient(), gradient()
+    numbers = {"loss": losses, "gradient": gradient}
+    before, again = ({name: make() for name, make in numbers.items()} for _ in range(2))
     reader = gatherer.save(trainer.state_slices())
     trainer.train_step(batch, STEPS, config.optimizer.learning_rate, 0.0, 0)
     trainer.load_state(reader)
-    after = gradient()
-    repeats = all(np.array_equal(before[path], again[path]) for path in before)
-    repeats = bool(trainer.agree(int(repeats), "min"))
-    error, where = largest_error(after, before)
-    error = trainer.agree(int(min(error, 1.0) * 1e12), "max") / 1e12
-    what = "next gradient after save and load"
-    return Comparison(what, where, error, 0.0 if repeats else SAME_BITS_OR)
+    comparisons = []
+    for name, make in numbers.items():
+        old, twice = before[name], again[name]
+        repeats = all(np.array_equal(old[key], twice[key]) for key in old)
+        repeats = bool(trainer.agree(int(repeats), "min"))
+        error, where = largest_error(make(), old)
+        error = trainer.agree(int(min(error, 1.0) * 1e12), "max") / 1e12
+        what = f"next {name} after save and load"
+        comparisons.append(Comparison(what, where, error, 0.0 if repeats else SAME_BITS_OR))
+    return comparisons
 
 
 def verify(
@@ -292,7 +302,7 @@ def verify(
             trainer.barrier(WAIT)
             if plain:
                 resumed = check_resume(trainer, variant, gatherer)
-                comparisons += [resumed] * (trainer.rank == 0)
+                comparisons += resumed if trainer.rank == 0 else []
             failed = trainer.agree(sum(not one.holds for one in comparisons), "max")
             trainer.barrier(WAIT)
         finally:

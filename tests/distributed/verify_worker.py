@@ -40,6 +40,15 @@ def put_in(trainer, fault: str) -> None:
     elif fault == "no_clipping":
         optimizer = dataclasses.replace(trainer.config.optimizer, clip_norm=0.0)
         trainer.config = dataclasses.replace(trainer.config, optimizer=optimizer)
+    elif fault == "lost_on_load":  # a weight stays what it was
+        load, variable = trainer.load_state, trainer._variables["transformer_blocks/1/ffn/up/bias"]
+
+        def load_state(reader):
+            value = variable.numpy()
+            load(reader)
+            variable.assign(value)
+
+        trainer.load_state = load_state
     else:
         break_on_purpose(trainer, fault)
 
