@@ -148,6 +148,10 @@ def test_every_field_has_its_line_of_help():
         ({"steps": 0}, "--steps=0 must be at least 1"),
         ({"seed": -1}, "--seed=-1 must lie between"),
         ({"microbatches": 0}, "--microbatches=0 must be at least 1"),
+        ({"z_loss": -1e-4}, "--z_loss=-0.0001 must be at least 0"),
+        ({"z_loss": float("nan")}, "--z_loss=nan"),
+        ({"z_loss": 1e-60}, "--z_loss=1e-60 is 0 in float32"),
+        ({"label_smoothing": 1.0}, "--label_smoothing=1.0 must be at least 0 and below 1"),
         ({"head_bias": True}, "--head_bias needs an untied head"),
     ],
 )

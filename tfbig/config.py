@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tfbig.errors import UserError
+from tfbig.loss_config import LossConfig
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import ProfileConfig
 from tfbig.robustness_config import RobustnessConfig
@@ -259,6 +260,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     robustness: RobustnessConfig = field(default_factory=RobustnessConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
 
 
 def replace_fields(config: Config, values: Mapping[str, object]) -> Config:

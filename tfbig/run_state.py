@@ -59,7 +59,13 @@ MAY_DIFFER = (
 # Of the parallel section, what the numbers depend on must match all the same.
 MUST_MATCH = ("parallel.precision",)
 # Fields that earlier versions' checkpoints lack, with the value that their runs had.
-ADDED_SINCE = {"model.lora_rank": 0, "model.lora_alpha": 16.0, "optimizer.freeze": ()}
+ADDED_SINCE = {
+    "model.lora_rank": 0,
+    "model.lora_alpha": 16.0,
+    "optimizer.freeze": (),
+    "loss.z_loss": 0.0,
+    "loss.label_smoothing": 0.0,
+}
 FLOAT32_BYTES = 4
 SAVE_TIMEOUT = 1800.0  # seconds that rank 0 waits for the other ranks' parts
 _FAILED_RUN_PATIENCE = 5.0  # seconds in which a save under way may end when the run fails

@@ -26,6 +26,7 @@ from tfbig.config import (
 from tfbig.errors import UserError
 from tfbig.flags import Flags
 from tfbig.interop.initial_weights import model_fields, open_initial, tokenizer_folder
+from tfbig.loss_config import LossConfig
 from tfbig.lost_host import lost_hosts_named
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import ProfileConfig
@@ -368,6 +369,7 @@ def _body(arguments: Sequence[str]) -> int:
         RobustnessConfig,
         ProfileConfig,
         OptimizerConfig,
+        LossConfig,
         ModelConfig,
     )
     summary = "trains a GPT, resuming where it stopped."

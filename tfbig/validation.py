@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tfbig.config import Config, ModelConfig, OptimizerConfig, RunConfig
 from tfbig.errors import UserError, near_matches
+from tfbig.loss_config import loss_problems
 from tfbig.number_rules import as_float32, float32_problems, integer_problems, way_out
 from tfbig.parallel_config import ParallelConfig
 from tfbig.profile_config import profile_problems
@@ -35,7 +36,7 @@ def problems(config: Config) -> Iterator[str]:
     """Yields one line for each rule that `config` breaks."""
     for item in dataclasses.fields(config):
         yield from integer_problems(getattr(config, item.name))
-    for section in (config.model, config.optimizer):
+    for section in (config.model, config.optimizer, config.loss):
         yield from float32_problems(section)
     yield from _model_problems(config.model)
     yield from _optimizer_problems(config.optimizer)
@@ -44,6 +45,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from profile_problems(config.profile)
     yield from _adapter_problems(config)
     yield from robustness_problems(config.robustness)
+    yield from loss_problems(config.loss)
     yield from _within(config.data, 1, _MOST_OF_A_PROCESS, "data_workers")
     length, positions = config.data.sequence_length, config.model.max_length
     if length < 1:

@@ -6,6 +6,7 @@ V = vocabulary, t = tensor parallel degree.
 
 from tfbig.config import Config
 from tfbig.recomputation_mode import group_size
+from tfbig.token_chunks import chunk_tokens
 from tfbig.variables import part_of
 
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -75,6 +76,18 @@ def whole_block_bytes(config: Config, rows: int, keeps_weights: bool = True) -> 
 
 
 def head_bytes(config: Config, rows: int) -> float:
-    """Returns the bytes that whole logits, in float32, keep of a microbatch."""
-    own = part_of(config.model.vocab_size, config.parallel.tensor_parallel_degree, 0)[1]
-    return 4.0 * rows * config.data.sequence_length * own
+    """Returns the bytes that head and loss keep of a microbatch in flight.
+
+    These are logits in the compute dtype where they are one chunk, else five numbers a token, of
+    which logits are made again (tfbig/model/shared_loss.py).
+    """
+    tokens = rows * config.data.sequence_length
+    own = own_vocabulary(config)
+    if tokens > chunk_tokens(own):
+        return 4.0 * 5 * tokens
+    return COMPUTE_BYTES[config.parallel.precision] * float(tokens) * own
+
+
+def own_vocabulary(config: Config) -> int:
+    """Returns the entries of the vocabulary that one rank of a tensor group has."""
+    return part_of(config.model.vocab_size, config.parallel.tensor_parallel_degree, 0)[1]

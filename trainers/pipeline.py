@@ -167,6 +167,7 @@ class PipelineTrainer(Trainer):
             attention=parallel.attention,
             activation_checkpointing=parallel.activation_checkpointing,
             offload_horizon=parallel.offload_horizon,
+            loss=self.config.loss,
             **options,
         )
 

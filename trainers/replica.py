@@ -77,6 +77,7 @@ class ReplicaTrainer(Trainer):
             attention=config.parallel.attention,
             activation_checkpointing=config.parallel.activation_checkpointing,
             offload_horizon=config.parallel.offload_horizon,
+            loss=config.loss,
         )
 
     def _model_variables(self) -> dict[str, tf.Variable]:

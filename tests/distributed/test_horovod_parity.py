@@ -9,7 +9,8 @@ TOLERANCE = 1e-5
 # No clipping: a gradient that is clipped to a norm hides a wrong scale.
 SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.0, "weight_decay": 0.01}
 CLIPPED = {**SGD, "clip_norm": 0.5}
-ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3}
+TERMS = {"z_loss": 1e-3, "label_smoothing": 0.1}
+ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3, **TERMS}
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
 FLOAT16 = {"precision": "float16", "initial_loss_scale": 1024.0}
 UNTIED = {"tied_head": False}

@@ -79,6 +79,7 @@ MODELS = {
             "tied_head": False,
         },
     ),
+    "terms": (SGD | {"z_loss": 1e-3, "label_smoothing": 0.1}, {"tied_head": False}),
     "averaged": (SGD | {"ema_decay": 0.9, "layer_grad_norms": True}, {}),
     "float16": (SGD | {"precision": "float16", "initial_loss_scale": 1024.0}, {}),
 }
@@ -254,7 +255,7 @@ def test_hand_overs_move_the_compute_dtype(saw, layout):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["blog", "neox", "averaged"])
+@pytest.mark.parametrize("name", ["blog", "neox", "averaged", "terms"])
 def test_every_kind_of_model_is_cut(saw, references, name):
     check_equal(saw[f"p2t2_{name}"], references[name])
 

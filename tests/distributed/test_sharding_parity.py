@@ -8,7 +8,14 @@ from tests.distributed.parity import Saw, largest_error, loss_error, overall_err
 TOLERANCE, ADAM_TOLERANCE = 1e-5, 1e-4
 STEPS = 6
 SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.5, "weight_decay": 0.01}
-ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3, "ema_decay": 0.9, "layer_grad_norms": True}
+TERMS = {"z_loss": 1e-3, "label_smoothing": 0.1}
+ADAMW = {
+    **TERMS,
+    "optimizer": "adamw",
+    "learning_rate": 3e-3,
+    "ema_decay": 0.9,
+    "layer_grad_norms": True,
+}
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
 BLOCK, GROUP = ({"activation_checkpointing": mode} for mode in ("block", "group_2"))
 VARIANTS = {

@@ -7,9 +7,17 @@ import pytest
 import tensorflow as tf
 
 from tfbig.loss import head_loss
-from tfbig.model.chunked_loss import chunk_tokens, chunked_token_loss
+from tfbig.loss_config import LossConfig
+from tfbig.model.chunked_loss import chunked_token_loss
+from tfbig.token_chunks import chunk_tokens
 
 TOKENS, WIDTH, VOCABULARY = 14, 6, 23
+PLAIN = LossConfig()
+TERMS = {
+    "z": LossConfig(z_loss=0.01),
+    "smooth": LossConfig(label_smoothing=0.1),
+    "both": LossConfig(z_loss=0.01, label_smoothing=0.1),
+}
 
 
 def inputs(dtype: str, is_table: bool, has_bias: bool, size: float = 1.0) -> list[tf.Tensor]:
@@ -27,20 +35,25 @@ def labels_and_mask() -> tuple[tf.Tensor, tf.Tensor]:
     return tf.constant(random.integers(0, VOCABULARY, TOKENS), tf.int32), tf.constant(mask)
 
 
-def whole(hidden, weight, bias, labels, mask, is_table):
-    """The same from whole logits, in the inputs' own dtype."""
+def whole(hidden, weight, bias, labels, mask, is_table, terms=PLAIN):
+    """The same from whole logits, in the inputs' own dtype, by the definitions."""
     logits = tf.matmul(hidden, weight, transpose_b=is_table)
     logits = logits if bias is None else logits + bias
-    loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-    summed = tf.reduce_sum(loss * tf.cast(mask, loss.dtype))
+    log_sum = tf.reduce_logsumexp(logits, -1)
+    log_likelihood = logits - log_sum[:, tf.newaxis]
+    target = tf.one_hot(labels, VOCABULARY, dtype=logits.dtype)
+    loss = -tf.reduce_sum(target * log_likelihood, -1)
+    smooth = (1 - terms.label_smoothing) * target + terms.label_smoothing / VOCABULARY
+    minimised = -tf.reduce_sum(smooth * log_likelihood, -1) + terms.z_loss * log_sum**2
+    summed = tf.reduce_sum(minimised * tf.cast(mask, loss.dtype))
     return summed, loss, tf.argmax(logits, -1, tf.int32)
 
 
-def both(dtype, is_table, has_bias, step, size=1.0, jit_compile=False):
+def both(dtype, is_table, has_bias, step, size=1.0, jit_compile=False, terms=PLAIN):
     tensors, (labels, mask) = inputs(dtype, is_table, has_bias, size), labels_and_mask()
 
-    def chunked(hidden, weight, bias, labels, mask, is_table):
-        return chunked_token_loss(hidden, weight, bias, labels, mask, is_table, True, step)
+    def chunked(hidden, weight, bias, labels, mask, is_table, terms):
+        return chunked_token_loss(hidden, weight, bias, labels, mask, is_table, True, step, terms)
 
     results = []
     for function in (chunked, whole):
@@ -49,7 +62,7 @@ def both(dtype, is_table, has_bias, step, size=1.0, jit_compile=False):
             with tf.GradientTape() as tape:
                 tape.watch(tensors)
                 bias = tensors[2] if has_bias else None
-                found = function(*tensors[:2], bias, labels, mask, is_table)
+                found = function(*tensors[:2], bias, labels, mask, is_table, terms)
             scale = tf.constant(3.0, found[0].dtype)
             return [*found, *tape.gradient(found[0], tensors, output_gradients=scale)]
 
@@ -66,6 +79,28 @@ def test_equals_whole_logits(is_table, has_bias, step):
             np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@pytest.mark.parametrize("is_table,has_bias", [(True, False), (False, True)])
+def test_terms_equal_their_definitions(is_table, has_bias, terms):
+    for dtype, tolerance in (("float64", 1e-10), ("float32", 1e-5)):
+        results = both(dtype, is_table, has_bias, 4, terms=terms)
+        for one, other in zip(*results, strict=True):
+            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+    plain = both("float64", is_table, has_bias, 4)[0]
+    assert results[0][0] != pytest.approx(plain[0], rel=1e-3), "terms are in what is minimised"
+    np.testing.assert_allclose(results[0][1], plain[1], rtol=1e-5)  # but not in what is reported
+
+
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+def test_whole_logits_have_the_same_terms(terms):
+    hidden, weight = inputs("float64", True, False)
+    labels, mask = labels_and_mask()
+    logits = tf.matmul(hidden, weight, transpose_b=True)[tf.newaxis]
+    summed = head_loss(logits, labels[tf.newaxis], mask[tf.newaxis], terms)[0]
+    expected = whole(hidden, weight, None, labels, mask, True, terms)[0]
+    assert float(summed) == pytest.approx(float(expected), rel=1e-10)
+
+
 def test_extreme_logits():
     for one, other in zip(*both("float64", True, True, 4, size=1e4), strict=True):
         assert np.all(np.isfinite(one))
@@ -73,7 +108,8 @@ def test_extreme_logits():
 
 
 def test_compiled():
-    for one, other in zip(*both("float32", False, True, 4, jit_compile=True), strict=True):
+    results = both("float32", False, True, 4, jit_compile=True, terms=TERMS["both"])
+    for one, other in zip(*results, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 

@@ -10,6 +10,8 @@ import tensorflow as tf
 from tests.model import reference_gpt
 from tfbig import presets
 from tfbig.config import ModelConfig, count_parameters
+from tfbig.loss import head_loss
+from tfbig.loss_config import LossConfig
 from tfbig.model.context import make_context
 from tfbig.model.gpt import GPT, init_train_settings
 from tfbig.variables import variable_specs
@@ -72,6 +74,24 @@ def test_equals_its_equations(config):
         config, weights, tokens.numpy(), batch["tokens"][:, 1:].numpy(), batch["loss_mask"].numpy()
     )
     assert float(loss_sum(model, batch)) == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.mark.parametrize("chunked_head", [True, False])
+def test_terms_are_in_what_is_minimised_and_not_in_what_is_reported(chunked_head):
+    terms = LossConfig(z_loss=0.1, label_smoothing=0.2)
+    model = GPT(NEOX, loss=terms, chunked_head=chunked_head)
+    randomise(model)
+    batch = make_batch(NEOX)
+    context = make_context(batch, tf.constant(0), False)
+    hidden = model.hidden_state(batch["tokens"][:, :-1], context)
+    labels, mask = batch["tokens"][:, 1:], batch["loss_mask"]
+    trained, evaluated = (model.head_loss(hidden, labels, mask, t) for t in (True, False))
+    for one, other in zip(trained[1:], evaluated[1:], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert float(evaluated[0]) == pytest.approx(float(tf.reduce_sum(evaluated[1])), rel=1e-6)
+    whole = head_loss(model.logits(hidden), labels, mask, terms)[0]
+    assert float(trained[0]) == pytest.approx(float(whole), rel=1e-5)
+    assert float(trained[0]) != pytest.approx(float(evaluated[0]), rel=1e-2)
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)

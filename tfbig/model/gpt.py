@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfbig import loss as loss_functions
 from tfbig.config import ModelConfig
+from tfbig.loss_config import LossConfig
 from tfbig.model.block import SITE_EMBEDDING, TransformerBlock
 from tfbig.model.blockwise_attention import choose_blockwise
 from tfbig.model.chunked_loss import chunked_token_loss
@@ -19,7 +20,7 @@ from tfbig.model.embedding import TokenAndPositionEmbedding
 from tfbig.model.initialization import initialize
 from tfbig.model.layers import Projection, make_norm
 from tfbig.model.recomputation import run_blocks
-from tfbig.model.shared_loss import shared_head_loss
+from tfbig.model.shared_loss import SharedHead
 from tfbig.model.tensor_split import WHOLE, TensorSplit
 from tfbig.variables import variable_specs
 
@@ -42,10 +43,11 @@ class GPT(keras.Model):
       initial_values: False leaves variables at zero for a checkpoint to fill.
       split: which part of each layer's width is built here; all of it by default.
       attention: "auto", "plain" or "blockwise": how the scores are computed.
-      chunked_head: makes the head's gradient with its loss, so that no logits are kept: for
+      chunked_head: makes the head's gradient with its loss, so that no product is made twice: for
         where one backward pass follows each forward pass and each is of many tokens.
       activation_checkpointing: what backward makes again, "none", "block", "group_N", "attention".
       offload_horizon: has the inputs of checkpointed blocks wait in host memory, see HostStore.
+      loss: what training minimises.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class GPT(keras.Model):
         chunked_head: bool = True,
         activation_checkpointing: str = "none",
         offload_horizon: int | None = None,
+        loss: LossConfig = loss_functions.PLAIN,
         name: str = "gpt",
     ) -> None:
         policy = keras.dtype_policies.get(POLICIES[precision])
@@ -70,7 +73,7 @@ class GPT(keras.Model):
         first, stop = self.block_range
         self.has_embedding, self.has_head = first == 0, stop == config.num_layers
         self._chunked_head, self._offload_horizon = chunked_head, offload_horizon
-        self._checkpointing = activation_checkpointing
+        self._checkpointing, self._loss = activation_checkpointing, loss
         self._blockwise = choose_blockwise(
             attention, config.attention_dropout, split.part(config.num_heads)[0]
         )
@@ -237,26 +240,28 @@ class GPT(keras.Model):
           loss_mask: (B, T), 1 where a label counts.
           training: whether the loss will be differentiated.
         """
-        if self.split.size > 1:
-            logits = self.logits(hidden)  # (B, T, V of this part)
-            return shared_head_loss(logits, labels, loss_mask, self.split, self.config.vocab_size)
-        # float16's loss scale must be in the gradient before it is rounded, so not afterwards.
-        fixed = labels.shape.is_fully_defined()
-        if not self._chunked_head or self.compute_dtype == "float16" or not fixed:
-            return loss_functions.head_loss(self.logits(hidden), labels, loss_mask)
+        terms = self._loss if training else loss_functions.PLAIN
+        if not labels.shape.is_fully_defined() and self.split.size == 1:
+            return loss_functions.head_loss(self.logits(hidden), labels, loss_mask, terms)
         weight, bias = self._head_weights()
-        summed, token_loss, predicted = chunked_token_loss(
+        arguments = (
             tf.reshape(self._head_input(hidden), [-1, self.config.embed_dim]),  # (B*T, D)
             weight,
             bias,
             tf.reshape(labels, [-1]),
             tf.reshape(loss_mask, [-1]),
-            is_table=self.dense is None,
-            with_gradient=training,
         )
+        is_table = self.dense is None
+        # float16's loss scale must be in the gradient before it is rounded, so not afterwards.
+        if self._chunked_head and self.split.size == 1 and self.compute_dtype != "float16":
+            found = chunked_token_loss(*arguments, is_table, with_gradient=training, terms=terms)
+        else:
+            head = SharedHead(is_table, self.split, self.config.vocab_size, terms)
+            found = head.loss(*arguments)
+        summed, token_loss, predicted = found
         token_loss, predicted = (tf.reshape(x, labels.shape) for x in (token_loss, predicted))
         sums = loss_functions.sums_by_row(token_loss, predicted, labels, loss_mask)
-        return summed, *sums[1:]
+        return tf.cast(summed, tf.float32), *sums[1:]
 
     def hidden_state(self, tokens: tf.Tensor, context: Context) -> tf.Tensor:
         """Returns the last block's output (B, T, D)."""

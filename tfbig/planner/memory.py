@@ -16,13 +16,14 @@ from tfbig.planner.fused_activations import (
     fused_embedding_bytes,
     fused_head_bytes,
 )
+from tfbig.token_chunks import chunk_tokens
 from trainers.activations import (
     COMPUTE_BYTES,
     block_bytes,
     group_size,
-    head_bytes,
     input_bytes,
     is_blockwise,
+    own_vocabulary,
 )
 from trainers.partition import Partition, Stage, choose_partition, rank_parameters
 from trainers.pipeline_schedule import all_orders
@@ -249,28 +250,21 @@ class Accounting:
 
     def _logits(self) -> float:
         """Returns what head and loss hold at their peak: logits, and their gradient."""
-        whole = head_bytes(self.config, self.rows)  # float32
+        tokens, own = self.rows * self.config.data.sequence_length, own_vocabulary(self.config)
         if self.options.kernels == "fused":
             # Narrow logits, a float32 softmax in their place, and its gradient, narrow again.
             kept = fused_head_bytes(self.config, self.rows)
-            return kept + whole * (self.element / 4 if self.element < 4 else 0.0)
+            return kept + (float(self.element * tokens * own) if self.element < 4 else 0.0)
+        chunk = float(min(tokens, chunk_tokens(own)) * own)
         if self.chunked_head:
-            return self._chunked_head()
-        narrow = whole * self.element / 4 if self.element < 4 else 0.0
-        return 2 * whole + narrow
+            return 2 * 4.0 * chunk + input_bytes(self.config, self.rows)
+        return 2 * 4.0 * chunk + (self.element * chunk if self.element < 4 else 0.0)
 
     @property
     def chunked_head(self) -> bool:
-        """Whether the head goes by chunks of tokens (tfbig/model/chunked_loss.py)."""
+        """Whether gradients are made with the loss (tfbig/model/chunked_loss.py)."""
         parallel = self.config.parallel
         return parallel.strategy != "pipeline" and parallel.precision != "float16"
-
-    def _chunked_head(self) -> float:
-        """Returns the bytes of two chunks' logits and of the hidden state's gradient."""
-        vocabulary = self.config.model.vocab_size
-        tokens = self.rows * self.config.data.sequence_length
-        chunk = min(tokens, max(1024, (1 << 25) // vocabulary))
-        return 2 * 4.0 * chunk * vocabulary + input_bytes(self.config, self.rows)
 
     def _largest_part(self, stages: Sequence[tuple[int, Stage]]) -> int:
         """Returns the parameters of what is gathered at a time: two blocks, or the embedding."""
