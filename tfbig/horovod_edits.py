@@ -255,9 +255,9 @@ _SCREEN = (
     ),
 )
 
-# (l) horovodrun kills its processes 5 s after their SIGTERM, in the middle of a checkpoint. It gives
-#     them TFBIG_GRACE_SECONDS; the shell around a process, which has nothing to save, keeps its 5.
-#     By default 20: a process that is stopped or hangs holds up the end of a failed job for as long.
+# (l) horovodrun kills its processes 5 s after their SIGTERM, in the middle of a checkpoint. It
+#     gives them TFBIG_GRACE_SECONDS; the shell around a process, which has nothing to save, keeps
+#     its 5. By default 20: a process that hangs holds up the end of a failed job for as long.
 _SHELL = "horovod/runner/common/util/safe_shell_exec.py"
 _GRACE = (
     Edit(

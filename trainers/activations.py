@@ -49,7 +49,7 @@ def whole_block_bytes(config: Config, rows: int, keeps_weights: bool = True) -> 
     """Returns the bytes a block keeps of a microbatch where only attention may be recomputed.
 
     Counted in the graph that TensorFlow makes of our block, dropout off. Outside the shared
-    sublayers: 4 D for each position in float32 by the two layer norms. Inside: their outputs 2 D;
+    sublayers: 2 D for each position in float32 by the two layer norms. Inside: their outputs 2 D;
     queries, keys, values and attention's output 5 A; F for the activation's output and, but for
     relu, its input; and of attention, where it isn't blockwise, the weights H T in float32, and
     once more where they are multiplied in a narrower dtype; blockwise attention keeps a float32
@@ -64,7 +64,7 @@ def whole_block_bytes(config: Config, rows: int, keeps_weights: bool = True) -> 
     element = COMPUTE_BYTES[config.parallel.precision]
     tensor = config.parallel.tensor_parallel_degree
     attention = model.num_heads * model.attention_head_dim
-    outside = 4.0 * model.embed_dim * 4
+    outside = 4.0 * model.embed_dim * 2
     if config.parallel.sequence_parallel:
         outside /= tensor
     wide = 1 if model.activation == "relu" else 2

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from tfbig.model.layer_norm import LayerNorm
+
 
 @tf.custom_gradient
 def lookup(table: tf.Tensor, ids: tf.Tensor):
@@ -149,10 +151,8 @@ class Projection(keras.layers.Layer):
         }
 
 
-def make_norm(
-    dim: int, epsilon: float, name: str, dtype: keras.DTypePolicy
-) -> keras.layers.LayerNormalization:
+def make_norm(dim: int, epsilon: float, name: str, dtype: keras.DTypePolicy) -> LayerNorm:
     """Returns a built layer norm over the last dim; it computes in float32 by itself."""
-    norm = keras.layers.LayerNormalization(epsilon=epsilon, name=name, dtype=dtype)
+    norm = LayerNorm(epsilon=epsilon, name=name, dtype=dtype)
     norm.build((None, None, dim))
     return norm
