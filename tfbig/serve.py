@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tfbig.command import run_command
+from tfbig.command import launched_rank, run_command
 from tfbig.config import ParallelConfig, section_values
 from tfbig.errors import UserError
 from tfbig.flags import Flags
@@ -25,6 +25,8 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def run(config: ServeConfig, parallel: dict[str, Any]) -> int:
     """Serves until a signal comes and the requests under way are answered; returns 0 then.
 
+    Of a model that is cut over ranks, rank 0 does, and the others compute with it.
+
     Args:
       config: which model answers, where, within which limits.
       parallel: fields of ParallelConfig that differ from the defaults.
@@ -33,15 +35,40 @@ def run(config: ServeConfig, parallel: dict[str, Any]) -> int:
       UserError: there is no such run, a limit makes no sense, or the port is taken.
     """
     check(config)
+    from tfbig.serving.ranks import follow
+    from tfbig.serving.served_model import load_model
+
+    if launched_rank() > 0:
+        model = load_model(config, parallel)
+        # A launcher signals all ranks: rank 0 ends these once it has answered what is under way.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        follow(model.trainer)
+        return 0
     listener = listen(config.host, config.port)
+    model = load_model(config, parallel)
+    try:
+        model.warm_up(config.num_rows)
+        answer(model, config, listener)
+    finally:
+        listener.close()
+        model.trainer.close()
+    return 0
+
+
+def answer(model: Any, config: ServeConfig, listener: socket.socket) -> None:
+    """Answers requests until a signal comes.
+
+    Args:
+      model: a ServedModel, warmed up.
+      config: its limits.
+      listener: bound.
+    """
     import uvicorn
 
     from tfbig.serving.access_log import log
     from tfbig.serving.app import Server
-    from tfbig.serving.served_model import load_model
 
-    model = load_model(config, parallel)
-    model.warm_up(config.num_rows)
     server = uvicorn.Server(
         uvicorn.Config(
             Server(model, config).app,
@@ -65,13 +92,8 @@ def run(config: ServeConfig, parallel: dict[str, Any]) -> int:
             file=sys.stderr,
             flush=True,
         )
-    try:
-        server.run(sockets=[listener])
-    finally:
-        listener.close()
-        model.trainer.close()
+    server.run(sockets=[listener])
     log("stop")
-    return 0
 
 
 def check(config: ServeConfig) -> None:

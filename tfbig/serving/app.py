@@ -19,6 +19,7 @@ from tfbig.serving.access_log import log, request_id
 from tfbig.serving.endpoints import CLIENT_LEFT, Endpoints, json_response
 from tfbig.serving.errors import RequestError
 from tfbig.serving.metrics import Metrics
+from tfbig.serving.ranks import IDLE_SECONDS
 from tfbig.serving.requests import Limits, RequestReader
 from tfbig.serving.runner import Runner
 from tfbig.serving.served_model import ServedModel
@@ -48,7 +49,11 @@ class Server:
         self._metrics = Metrics()
         self._started = int(time.time())
         self._runner = Runner(
-            lambda: model.make_engine(config.num_rows), config.queue_size, self._metrics.step
+            lambda: model.make_engine(config.num_rows),
+            config.queue_size,
+            self._metrics.step,
+            getattr(model.trainer, "rest", None),
+            IDLE_SECONDS,
         )
         limits = Limits(
             model.max_length, config.max_tokens_limit or model.max_length, config.max_choices

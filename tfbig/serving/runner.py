@@ -45,6 +45,8 @@ class Runner:
       make_engine: makes the engine; again after a step of it has failed.
       queue_size: completions that may wait for a row.
       on_step: is told after each step (tokens written, completions running, waiting).
+      rest: is called every `rest_seconds` in which there is nothing to write.
+      rest_seconds: see `rest`.
     """
 
     def __init__(
@@ -52,8 +54,11 @@ class Runner:
         make_engine: Callable[[], Engine],
         queue_size: int,
         on_step: Callable[[int, int, int], None],
+        rest: Callable[[], None] | None = None,
+        rest_seconds: float = 5.0,
     ) -> None:
         self._make_engine, self._on_step = make_engine, on_step
+        self._rest, self._rest_seconds = rest, rest_seconds if rest else None
         self._engine = make_engine()
         self._most_open = self._engine.num_rows + queue_size
         self._new_jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -154,9 +159,12 @@ class Runner:
         wait = self._engine.idle
         while True:
             try:
-                job = self._new_jobs.get(block=wait)
+                job = self._new_jobs.get(wait, self._rest_seconds if wait else None)
             except queue.Empty:
-                return True
+                if not wait or self._rest is None:
+                    return True
+                self._rest()
+                continue
             if job is None:
                 return False
             wait = False

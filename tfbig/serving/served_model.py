@@ -10,6 +10,7 @@ from tfbig.errors import UserError
 from tfbig.generation.engine import Engine
 from tfbig.serve_config import ServeConfig
 from tfbig.serving.chat import ChatTemplate
+from tfbig.serving.ranks import LeadingTrainer
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class ServedModel:
 def load_model(config: ServeConfig, parallel: dict[str, Any]) -> ServedModel:
     """Returns the model of a run folder or a Hugging Face folder, built and filled.
 
+    Where it is cut over ranks, rank 0's leads the others, which are to follow it.
+
     Args:
       config: which folder and checkpoint.
       parallel: fields of ParallelConfig that differ from the defaults.
@@ -82,15 +85,17 @@ def load_model(config: ServeConfig, parallel: dict[str, Any]) -> ServedModel:
 
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     trainer = trainers.trainer_class(layout.parallel.strategy)(layout)
-    if trainer.size > 1:
-        raise UserError(
-            f"the server runs in one process, and this is one of {trainer.size}: start it alone."
-        )
     trainer.build(training=False, vocab_size=tokenizer.vocab_size)
+    if trainer.size > 1 and trainer.layout() is None and not layout.parallel.shard_parameters:
+        raise UserError(
+            f"each of these {trainer.size} ranks would hold the whole model and compute the same:"
+            " start the server in one process, or cut the model with --strategy=pipeline and"
+            " --pipeline_parallel_degree or --tensor_parallel_degree."
+        )
     trainer.load_state(reader, weights_only=True)
     return ServedModel(
         config.model_name or folder.resolve().name,
-        trainer,
+        LeadingTrainer(trainer) if trainer.size > 1 and trainer.rank == 0 else trainer,
         tokenizer,
         ChatTemplate.of_folder(folder),
         layout.model.max_length,
