@@ -25,6 +25,7 @@ from trainers.devices import prepare_devices
 from trainers.flat_buckets import flat_buckets
 from trainers.gpu_identity import check_own_gpu, gpu_uuid
 from trainers.mesh import make_mesh, mesh_groups, warn_of_slow_tensor_groups
+from trainers.mesh_decoding import MeshDecoder
 from trainers.partition import choose_partition
 from trainers.pipeline_link import Link
 from trainers.pipeline_program import plan_programs
@@ -37,7 +38,6 @@ from trainers.sharded_optimizer import ShardedOptimizer
 from trainers.tensor_parallel import TensorParallel
 from trainers.tensor_state import TensorState
 from trainers.tensor_table import shard_table
-from trainers.token_history import TokenHistory, empty_history, extend, new_tokens
 from trainers.unallocated import stored_as_used
 from trainers.validate import check_mesh_fits, check_one_device, derive_microbatch_size, num_chunks
 
@@ -153,7 +153,7 @@ class PipelineTrainer(Trainer):
         self._program = self._training_program()
         self._forward_programs: dict[int, Any] = {}
         self._share = tf.function(self._share_graph, autograph=False)
-        self._extend = tf.function(extend, autograph=False)
+        self._decoder = self._make_decoder()
         self._intervals: list[Any] = []
 
     def _make_model(self, block_range: tuple[int, int] | None, **options: Any) -> GPT:
@@ -334,8 +334,13 @@ class PipelineTrainer(Trainer):
             self._optimizer.restart_averages()
         return missing
 
-    def new_cache(self, num_rows: int, max_length: int) -> TokenHistory:
-        return empty_history(num_rows, max_length)
+    def _make_decoder(self) -> Any:
+        """Returns what keeps this rank's part of a decode cache and computes with it."""
+        models = [chunk.model for chunk in self._chunks]
+        return MeshDecoder(models, self._stepper, self._forward_program(1))
+
+    def new_cache(self, num_rows: int, max_length: int) -> Any:
+        return self._decoder.new_cache(num_rows, max_length)
 
     def decode_step(
         self,
@@ -343,14 +348,11 @@ class PipelineTrainer(Trainer):
         num_valid: np.ndarray,
         source_row: np.ndarray,
         reset: np.ndarray,
-        cache: TokenHistory,
-    ) -> tuple[np.ndarray, TokenHistory]:
-        cache = self._extend(cache, *new_tokens(tokens, num_valid, source_row, reset))
-        rows, length = cache.tokens.shape
-        shape = (rows, length, self.config.model.embed_dim)
-        own = self._stepper.decode(self._forward_program(1), cache, shape)
+        cache: Any,
+    ) -> tuple[np.ndarray, Any]:
+        own, cache = self._decoder.step(tokens, num_valid, source_row, reset, cache)
         start, width = self._split.part(self.config.model.vocab_size)
-        everyone = np.zeros([rows, width * self._split.size], np.float32)
+        everyone = np.zeros([len(tokens), width * self._split.size], np.float32)
         if own is not None and self.data_rank == 0:
             everyone[:, start : start + width] = own
         logits = self._share(tf.constant(everyone)).numpy()[:, : self.config.model.vocab_size]

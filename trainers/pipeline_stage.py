@@ -13,7 +13,6 @@ from tfbig.variables import is_trained
 from trainers.base import Batch
 from trainers.gradients import BatchSums, microbatch
 from trainers.passes import Passes, flat_function
-from trainers.token_history import TokenHistory
 
 
 class Pending(NamedTuple):
@@ -69,7 +68,6 @@ class Chunk:
         self._num_added = 0
         self._accumulate: dict[bool, Callable] = {}
         self._evaluate = tf.function(self._pass, autograph=False)
-        self._run_decode = tf.function(self._decode_graph, autograph=False)
         self._read = tf.function(self._read_weights, autograph=False)
 
     def begin(self, values: Mapping[str, tf.Variable] | None = None) -> None:
@@ -148,15 +146,6 @@ class Chunk:
         self._num_added = 0
         return dict(zip(self.trained, self._totals, strict=True))
 
-    def decode(self, hidden: tf.Tensor | None, history: TokenHistory) -> tf.Tensor:
-        """Returns the hidden state (B, L, D), or the last chunk's logits (B, V) of the last tokens.
-
-        Args:
-          hidden: what the chunk before made, None for the first.
-          history: the tokens.
-        """
-        return self._run_decode(self._weights, hidden, history)
-
     def _scope(self, weights: Sequence[tf.Tensor]) -> keras.StatelessScope:
         scope = keras.StatelessScope()
         for variable, value in zip(self._keras_variables, weights, strict=True):
@@ -227,25 +216,6 @@ class Chunk:
         if self.model.has_embedding:
             hidden = self.model.embed(tokens, context)
         return self.model.run_blocks(hidden, context)
-
-    def _decode_graph(
-        self, weights: list[tf.Tensor], hidden: tf.Tensor | None, history: TokenHistory
-    ) -> tf.Tensor:
-        num_rows, max_length = history.tokens.shape
-        context = Context(
-            step=tf.constant(0, tf.int64),
-            sample_index=tf.range(num_rows, dtype=tf.int64),
-            position=tf.range(max_length),
-            document_ids=None,
-            training=False,
-        )
-        with self._scope(weights), self.model.split.whole_positions():
-            hidden = self._blocks(hidden, history.tokens, context)  # (B, L, D)
-            if not self.model.has_head:
-                return hidden
-            last = tf.maximum(history.length - 1, 0)
-            last = tf.gather(hidden, last, batch_dims=1)[:, tf.newaxis]  # (B, 1, D)
-            return tf.cast(self.model.logits(last)[:, 0], tf.float32)  # (B, V of this rank)
 
     def _add(self, is_first: bool, *gradients: tf.Tensor) -> list[tf.Tensor]:
         """Adds one microbatch's gradients to the totals, or begins them with the first one's."""

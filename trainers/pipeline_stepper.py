@@ -1,7 +1,7 @@
 """Follows a pipeline rank's program: passes through its chunks, exchanges with its neighbours."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,7 +11,6 @@ from trainers.gradients import BatchSums
 from trainers.pipeline_link import Intervals, Link
 from trainers.pipeline_program import Exchange, Message, Program
 from trainers.pipeline_stage import Chunk
-from trainers.token_history import TokenHistory
 
 
 class Stepper:
@@ -69,18 +68,31 @@ class Stepper:
                 return None
             return result
 
-        self._follow(program, shape, work, weights)
+        for chunk in self._chunks:
+            chunk.begin(weights and {p: weights.get(p, v) for p, v in chunk.variables.items()})
+        self._follow(program, shape, work)
+        for chunk in self._chunks:
+            chunk.end()
         return sums
 
     def decode(
-        self, program: Program, history: TokenHistory, shape: Sequence[int]
+        self,
+        program: Program,
+        shape: Sequence[int],
+        run: Callable[[int, tf.Tensor | None], tf.Tensor],
     ) -> tf.Tensor | None:
-        """Returns the last stage's logits (B, V of this rank); None on the others."""
+        """Returns the last stage's logits (R, V of this rank); None on the others.
+
+        Args:
+          program: this rank's, of one forward pass.
+          shape: (b, N, D) of a hidden state between stages.
+          run: takes a chunk's number and the hidden state that enters it, None for the first.
+        """
         last = program.num_ranks * program.num_chunks - 1
         logits: list[tf.Tensor] = []
 
         def work(action: Any, value: tf.Tensor | None) -> tf.Tensor | None:
-            result = self._chunks[action.chunk].decode(value, history)
+            result = run(action.chunk, value)
             if action.chunk * program.num_ranks + program.rank == last:
                 logits.append(result)
                 return None
@@ -89,20 +101,12 @@ class Stepper:
         self._follow(program, shape, work)
         return logits[0] if logits else None
 
-    def _follow(
-        self,
-        program: Program,
-        shape: Sequence[int],
-        work: Any,
-        weights: Mapping[str, tf.Variable] | None = None,
-    ) -> None:
+    def _follow(self, program: Program, shape: Sequence[int], work: Any) -> None:
         received: dict[Message, tf.Tensor] = {}
         made: dict[Message, tf.Tensor] = {}
         self.intervals = []
         self.seconds = {"forward": 0.0, "backward": 0.0}
         self.passes = {"forward": [], "backward": []}
-        for chunk in self._chunks:
-            chunk.begin(weights and {p: weights.get(p, v) for p, v in chunk.variables.items()})
         for action in program.actions:
             if isinstance(action, Exchange):
                 send = made.pop(action.send) if action.send else None
@@ -125,5 +129,3 @@ class Stepper:
             now = time.time()
             self.passes[action.kind].append((now - seconds, now))
         assert not received and not made, "a message was left over"
-        for chunk in self._chunks:
-            chunk.end()

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfbig.model.context import Context
@@ -19,7 +20,7 @@ from trainers.pipeline_link import Intervals
 from trainers.pipeline_program import Program
 from trainers.sharded_optimizer import Parts, ShardedOptimizer
 from trainers.sharded_step import ShardedStep, make_step
-from trainers.token_history import TokenHistory
+from trainers.token_history import TokenHistory, empty_history, extend, new_tokens
 from trainers.unallocated import unallocated
 from trainers.unit_passes import UnitPasses
 from trainers.unit_state import UnitState
@@ -76,6 +77,9 @@ class ShardedMeshTrainer(PipelineTrainer):
         step = make_step(parallel, passes, state)
         return ShardedStepper(step, passes, state, self._split, parallel.microbatches)
 
+    def _make_decoder(self) -> "HistoryDecoder":
+        return HistoryDecoder(self._stepper)
+
     def _take_totals(self) -> Parts:
         return self._stepper.parts
 
@@ -128,9 +132,7 @@ class ShardedStepper:
         self.intervals = [intervals]
         return sums
 
-    def decode(
-        self, program: Program, history: TokenHistory, shape: Sequence[int]
-    ) -> tf.Tensor | None:
+    def decode(self, history: TokenHistory) -> tf.Tensor:
         """Returns the logits (B, V of this rank) after each row's last token."""
         return self._decode(history)
 
@@ -157,3 +159,31 @@ class ShardedStepper:
         with self._split.whole_positions():
             logits = self._state.last_logits(self._passes, history.tokens, last, context)
         return tf.cast(logits, tf.float32)
+
+
+class HistoryDecoder:
+    """Does what MeshDecoder does without keys and values, as weights are gathered for each step.
+
+    Args:
+      stepper: of the units.
+    """
+
+    def __init__(self, stepper: ShardedStepper) -> None:
+        self._stepper = stepper
+        self._extend = tf.function(extend, autograph=False)
+
+    def new_cache(self, num_rows: int, max_length: int) -> TokenHistory:
+        """Returns an empty history; arguments as for Trainer.new_cache."""
+        return empty_history(num_rows, max_length)
+
+    def step(
+        self,
+        tokens: np.ndarray,
+        num_valid: np.ndarray,
+        source_row: np.ndarray,
+        reset: np.ndarray,
+        cache: TokenHistory,
+    ) -> tuple[tf.Tensor, TokenHistory]:
+        """Returns the logits (R, V of this rank) and the history; see Trainer.decode_step."""
+        cache = self._extend(cache, *new_tokens(tokens, num_valid, source_row, reset))
+        return self._stepper.decode(cache), cache

@@ -22,6 +22,7 @@ from tfbig.serving.served_model import load_model
 LAYOUTS = {
     "stages": ["--pipeline_parallel_degree=2"],
     "shards": ["--tensor_parallel_degree=2", "--sequence_parallel"],
+    "stages of shards": ["--pipeline_parallel_degree=2", "--tensor_parallel_degree=2"],
 }
 ASKED = {"prompt": ["def", "import os"], "max_tokens": 12, "ignore_eos": True, "seed": 5}
 
@@ -52,9 +53,12 @@ def whole(run_dir) -> list[list[str]]:
 
 
 @contextlib.contextmanager
-def served_by_two(run_dir: str, layout: list[str]) -> Iterator[tuple[subprocess.Popen, str]]:
+def served_by_ranks(
+    run_dir: str, layout: list[str], num_ranks: int
+) -> Iterator[tuple[subprocess.Popen, str]]:
     """Gives horovodrun and the address of the server it started."""
-    command = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", sys.executable]
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    command = [horovodrun, "-np", str(num_ranks), sys.executable]
     command += ["-m", "tfbig.serve", f"--run={run_dir}", "--port=0", "--num_rows=2"]
     job = subprocess.Popen(
         [*command, "--strategy=pipeline", *layout],
@@ -86,14 +90,15 @@ def served_by_two(run_dir: str, layout: list[str]) -> Iterator[tuple[subprocess.
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_answer_as_one(layout, run_dir, whole):
-    with served_by_two(run_dir, LAYOUTS[layout]) as (job, address):
+def test_ranks_answer_as_one_device(layout, run_dir, whole):
+    num_ranks = 4 if layout == "stages of shards" else 2
+    with served_by_ranks(run_dir, LAYOUTS[layout], num_ranks) as (job, address):
         ranks = [
             child
             for child in psutil.Process(job.pid).children(recursive=True)
             if "tfbig.serve" in child.cmdline() and "python" in child.name()
         ]
-        assert len(ranks) == 2
+        assert len(ranks) == num_ranks
         assert [texts(address), texts(address, temperature=0)] == whole
         asked = {**ASKED, "prompt": "def", "max_tokens": 25, "stream": True}
         with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=120) as stream:
@@ -109,7 +114,7 @@ def test_two_ranks_answer_as_one(layout, run_dir, whole):
 
 @pytest.mark.distributed
 def test_a_rank_that_dies_ends_the_server(run_dir):
-    with served_by_two(run_dir, LAYOUTS["stages"]) as (job, address):
+    with served_by_ranks(run_dir, LAYOUTS["stages"], 2) as (job, address):
         listeners = {
             connection.pid
             for connection in psutil.net_connections("tcp")
