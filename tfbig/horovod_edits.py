@@ -274,6 +274,27 @@ _GRACE = (
     ),
 )
 
+# (m) The connections of every group, the world's own among them, ignore the network interface that
+#     was chosen and go by the host's name: where it does not resolve, as in many containers, the
+#     process crashes, and where it is 127.0.1.1, as Debian sets it up, hosts do not find each other.
+_INTERFACE = Edit(
+    "m",
+    "horovod/common/gloo/gloo_context.cc",
+    """  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+
+  global_ctx = global_context.ctx;
+""",
+    """  gloo_iface_ = global_context.gloo_iface_;
+  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+
+  global_ctx = global_context.ctx;
+""",
+)
+
 EDITS: tuple[Edit, ...] = (
     _XLA_OPERATIONS,
     _STALL_INSPECTOR,
@@ -287,6 +308,7 @@ EDITS: tuple[Edit, ...] = (
     _RELEASE,
     *_SCREEN,
     *_GRACE,
+    _INTERFACE,
 )
 
 
