@@ -274,9 +274,9 @@ _GRACE = (
     ),
 )
 
-# (m) The connections of every group, the world's own among them, ignore the network interface that
-#     was chosen and go by the host's name: where it does not resolve, as in many containers, the
-#     process crashes, and where it is 127.0.1.1, as Debian sets it up, hosts do not find each other.
+# (m) The connections of every group, the world's own among them, ignore the network interface
+#     that was chosen and go by the host's name: where it does not resolve, as in many containers,
+#     the process crashes; where it is 127.0.1.1, as Debian sets it up, hosts don't find each other.
 _INTERFACE = Edit(
     "m",
     "horovod/common/gloo/gloo_context.cc",
