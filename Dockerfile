@@ -25,14 +25,16 @@ RUN apt-get update \
 ENV PATH=/opt/tfbig/bin:${PATH} PYTHONUNBUFFERED=1
 RUN python3 -m venv /opt/tfbig && pip install --no-cache-dir 'pip>=24.2' cmake
 
-# The packages first: a change of the code doesn't install them anew.
+# The packages first: a change of the code doesn't install them anew. What setuptools leaves in build/
+# is newer than the code that comes next, and would be taken for it.
 ARG EXTRA=gpu
 WORKDIR /src
 COPY setup.py ./
 RUN mkdir tfbig trainers data_pipeline \
  && touch tfbig/__init__.py trainers/__init__.py data_pipeline/__init__.py \
  && pip install --no-cache-dir ".[${EXTRA},serve]" \
- && pip uninstall -y tfbig
+ && pip uninstall -y tfbig \
+ && rm -rf build tfbig.egg-info
 
 # On GPUs with NCCL, which PyPI has without the name that linkers look for.
 ARG CUDA_CAPABILITIES=70,75,80,86,89,90
