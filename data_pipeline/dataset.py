@@ -260,6 +260,7 @@ class TokenData:
         data_rank: int = 0,
         data_size: int = 1,
         seed: int = 0,
+        slice_rows: int = 0,
     ) -> Any:
         """Returns a tf.data.Dataset of this process's slices of the next global batches.
 
@@ -274,13 +275,17 @@ class TokenData:
           data_rank: which slice.
           data_size: number of slices.
           seed: of the run.
+          slice_rows: rows of a slice where global_batch need not divide: those of the last slices
+            that lie behind the global batch's end have loss_mask 0. 0 means an equal share.
 
         Raises:
           UserError: global_batch does not divide, or there is nothing to train on.
         """
         if not self.num_rows("train"):
             raise UserError(f"{self.folder} has no train split.")
-        local = _local_batch(global_batch, data_size)
+        local = slice_rows or _local_batch(global_batch, data_size)
+        assert local * data_size >= global_batch, f"{data_size} slices of {local} rows"
+        is_filler = data_rank * local + np.arange(local) >= global_batch  # (local,)
         split = self._open_splits["train"]
         whole_blocks = data_size <= _FEW_PROCESSES
         ahead = PlacesAhead(
@@ -293,9 +298,13 @@ class TokenData:
         )
 
         def read(first: int, count: int) -> Batch:
-            return self._gather("train", *ahead.of_steps(first, count))
+            batch = self._gather("train", *ahead.of_steps(first, count))
+            if is_filler.any():
+                batch[LOSS_MASK][np.tile(is_filler, count)] = 0
+            return batch
 
-        return self._dataset(read, num_steps, local, self.data_workers)
+        is_uneven = local * data_size > global_batch  # all ranks' batches are of one form
+        return self._dataset(read, num_steps, local, self.data_workers, always_masked=is_uneven)
 
     def evaluation_batches(
         self, split: str, global_batch: int, data_rank: int = 0, data_size: int = 1

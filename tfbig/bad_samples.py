@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tfbig.config import Config
+from tfbig.schedule import global_batch
 
 NUM_WORST = 8  # samples that an event names one by one
 
@@ -27,7 +28,9 @@ def examine_step(
       first_sample, last_sample, sources (samples by source), worst (samples of the highest loss,
       or of one that isn't finite: sample, source, loss).
     """
-    losses = losses_by_position(config, trainer, batch)
+    # Behind them are rows that only fill slices up.
+    num_samples = global_batch(config.run, first_sample)
+    losses = losses_by_position(config, trainer, batch)[:num_samples]
     positions = first_sample + np.arange(len(losses), dtype=np.int64)
     index = data.rows("train", positions, config.run.seed)["source_index"]
     sources = [data.sources[number] for number in index]

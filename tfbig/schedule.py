@@ -33,6 +33,21 @@ def learning_rate(config: OptimizerConfig, step: int, num_replicas: int = 1) -> 
     return peak * (floor + (1 - floor) * share)
 
 
+def slice_rows(global_batch: int, data_size: int, microbatches: int) -> int:
+    """Returns the rows of one rank's slice: enough for all, and a multiple of the microbatches.
+
+    Args:
+      global_batch: sequences of an update over all ranks.
+      data_size: slices that share them; where they don't divide, the last rows are filled up.
+      microbatches: forwards a slice is cut into.
+
+    >>> slice_rows(8, 2, 2), slice_rows(8, 3, 1), slice_rows(8, 3, 2)
+    (4, 3, 4)
+    """
+    rows = -(-global_batch // data_size)
+    return -(-rows // microbatches) * microbatches
+
+
 class Segment(NamedTuple):
     """Consecutive steps with one batch size."""
 

@@ -79,6 +79,24 @@ def test_the_stream_is_the_same_for_every_world_size(data, data_size):
     assert_equal(stream, data.rows("train", positions, seed=3))
 
 
+@pytest.mark.parametrize(("data_size", "slice_rows"), [(3, 3), (3, 4), (5, 2)])
+def test_slices_that_do_not_divide_are_filled_up(data, data_size, slice_rows):
+    whole = joined(batches(data.train_batches(16, 5, global_batch=8, seed=1)))
+    parts = [
+        joined(
+            batches(data.train_batches(16, 5, 8, rank, data_size, seed=1, slice_rows=slice_rows))
+        )
+        for rank in range(data_size)
+    ]
+    for step in range(5):
+        rows = slice(step * slice_rows, (step + 1) * slice_rows)
+        given = {name: np.concatenate([part[name][rows] for part in parts]) for name in parts[0]}
+        assert len(given["tokens"]) == data_size * slice_rows > 8
+        assert not given["loss_mask"][8:].any()
+        own = {name: value[step * 8 : (step + 1) * 8] for name, value in whole.items()}
+        assert_equal({name: value[:8] for name, value in given.items()}, own)
+
+
 def test_an_epoch_holds_every_row_once(data):
     size = data.num_rows("train")
     in_order = data.rows_in_order("train", np.arange(size))
