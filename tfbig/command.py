@@ -19,6 +19,8 @@ _OTHER_RANK_PATIENCE = 8.0  # seconds in which the launcher ends this rank for r
 _OTHER_RANKS_NOTICE = 1.0  # seconds in which the others notice that this rank has failed
 # Set by launchers to the number of ranks, the one that stands inside another's first.
 SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# Set by a process that begins anew by exec(2), to seconds since 1970.
+BEGAN_VARIABLE = "TFBIG_BEGAN"
 _LAUNCHERS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # these end the other ranks
 _FAILED_RANK_PATIENCE = 15.0  # seconds in which the failed rank prints its error and ends
 

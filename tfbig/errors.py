@@ -23,6 +23,10 @@ class RunError(RuntimeError):
         self.on_all_ranks = on_all_ranks
 
 
+class WorldChanged(Exception):
+    """Ranks come or go: an elastic run goes on in another world, from where it stood."""
+
+
 def near_matches(word: str, known: list[str]) -> str:
     """Returns " Did you mean ...?" for the known words closest to `word`, or "".
 

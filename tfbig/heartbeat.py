@@ -91,6 +91,14 @@ class Heartbeats:
             temporary.write_bytes(orjson.dumps(record) + b"\n")
             os.replace(temporary, path)  # whole for every reader; nobody needs it after a crash
 
+    def sweep(self) -> None:
+        """Removes the files of ranks that this run had before, with more of them."""
+        with contextlib.suppress(OSError):
+            for path in self._directory.glob("rank-*"):
+                number = path.stem.partition("-")[2]
+                if number.isdigit() and int(number) >= self._size:
+                    path.unlink()
+
     def read(self) -> dict[int, dict[str, Any]]:
         """Returns what the ranks' files say, by rank; a rank without one is left out."""
         found = {}

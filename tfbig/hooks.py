@@ -1,5 +1,6 @@
 """What watches a run: records on disk, TensorBoard, the progress line. Only rank 0 has them."""
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tfbig.command import BEGAN_VARIABLE
 from tfbig.config import Config
 from tfbig.loop import Hook, Progress
 from tfbig.metrics import source_scalars
@@ -29,7 +31,7 @@ class RecordHook(Hook):
 
     def on_start(self, progress: Progress, resumed: bool) -> None:
         reason = f"resumed at step {progress.step}" if resumed else "new run"
-        begin = psutil.Process().create_time()
+        begin = float(os.environ.get(BEGAN_VARIABLE) or psutil.Process().create_time())
         self._events.write_event("start", reason, step=progress.step, process_start=begin)
 
     def on_compiled(self, seconds: float) -> None:

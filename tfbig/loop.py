@@ -7,13 +7,14 @@ from typing import Any, NamedTuple, Protocol
 
 from tfbig.bad_steps import BadStep, BadSteps
 from tfbig.config import Config
+from tfbig.errors import WorldChanged
 from tfbig.hardware import peak_memory_bytes, steps_overlap
 from tfbig.heartbeat import Pulse
 from tfbig.metrics import StepTimes, Throughput, train_record
 from tfbig.saving import Saved
 from tfbig.schedule import global_batch, learning_rate
 from tfbig.step_spans import Spans, StepSpans
-from tfbig.stop_signal import STOP, StopSignal
+from tfbig.stop_signal import RESHAPE, STOP, StopSignal
 
 
 class Progress(NamedTuple):
@@ -122,54 +123,64 @@ class Loop:
     pulse: Pulse = field(default_factory=Pulse)
     sources: Sequence[str] = ()
 
-    def run(self, progress: Progress, resumed: bool = False) -> str:
+    def run(self, progress: Progress, resumed: bool = False, owes_pause: bool = False) -> str:
         """Trains from `progress` on.
+
+        Args:
+          progress: where the run stands.
+          resumed: whether another loop brought it there.
+          owes_pause: whether that one left the step's evaluation and checkpoint undone.
 
         Returns:
           Why it ended: "done" or the signal.
+
+        Raises:
+          WorldChanged: a step's signal says that ranks are to come or go.
         """
         self._call("on_start", progress, resumed)
         self.progress = progress
         self._evaluation: dict[str, Any] = {}
-        self._saved_step = progress.step if resumed else -1
-        self._stopping, self._phase = False, "compile"
+        self._saved_step = progress.step if resumed and not owes_pause else -1
+        self._paused_step = -1 if owes_pause else progress.step
+        self._stopping, self._reshaping, self._phase = False, False, "compile"
         self._batches = self.open_batches(progress)
         self._bad: tuple[_Pending, BadStep] | None = None
-        pending: _Pending | None = None
+        self._out: list[_Pending] = []
         first, overlap = True, steps_overlap()
+        if owes_pause:
+            self._pause(progress)
         while self.progress.step < self.config.run.steps and not self._stopping:
             self._report_saves()
             sampling = [hook for hook in self.hooks if hook.samples(self.progress.step + 1)]
-            if sampling and pending is not None:
-                self._finish(pending)
-                pending = None
+            if sampling:
+                self._finish_all()
             for hook in sampling:
                 hook.on_sample_begin(self.progress.step + 1)
             launched = self._launch(self.progress)
+            self._out.append(launched)
             self.progress = launched.progress
             if first:
                 launched.result.loss_sum.numpy()
                 self._call("on_compiled", time.perf_counter() - launched.start)
                 first, self._phase = False, "step"
             if not overlap:  # nothing runs beside the next step: it can know this one's signal
-                self._stopping = int(launched.result.signal) >= STOP
-            if pending is not None:
-                # Steady state: a step lasts until the next one is launched.
-                self._finish(pending, launched.start)
-            pending = launched
-            if sampling or self._is_due(self.progress.step) or self._stopping:
-                self._finish(pending)
-                pending = None
+                self._heed(int(launched.result.signal))
+            # Steady state: a step lasts until the next one is launched.
+            self._finish_all(but=1, end=launched.start)
+            leaving = self._stopping or self._reshaping
+            if sampling or self._is_due(self.progress.step) or leaving:
+                self._finish_all()
                 for hook in sampling:
                     hook.on_sample_end(self.progress.step)
             is_back = self._bad is not None and self._roll_back(*self._bad)
             self._bad = None
             if is_back:
-                pending = None  # what was launched meanwhile is void
-            elif pending is None and (self._is_due(self.progress.step) or self._stopping):
+                self._out.clear()  # what was launched meanwhile is void
+            elif not self._out and (self._is_due(self.progress.step) or self._stopping):
                 self._pause(self.progress)
-        if pending is not None:
-            self._finish(pending)
+            if self._reshaping and not self._out:
+                self._let_ranks_come_and_go()
+        self._finish_all()
         if self._saved_step != self.progress.step:
             self._checkpoint(self.progress)
         self.pulse.enter("save")
@@ -177,6 +188,48 @@ class Loop:
         reason = "signal" if self._stopping else "done"
         self._call("on_stop", self.progress, reason)
         return reason
+
+    def settle(self) -> Progress:
+        """Records, after the engine has failed, the steps it had made before; returns the last.
+
+        Calls no collective. A bad step, which changed nothing, is to be made again: the ranks have
+        not looked at its samples together.
+        """
+        while self._out:
+            pending = self._out.pop(0)
+            record, after = self._read(pending), pending.progress
+            if self.bad_steps.judge(record, pending.max_loss) is None:
+                self._call("on_step", record)
+            else:
+                self._out.clear()
+                self.progress = Progress(
+                    after.step - 1, after.consumed_samples - pending.num_samples
+                )
+        return self.progress
+
+    @property
+    def owes_pause(self) -> bool:
+        """Whether an evaluation or a checkpoint is due where the loop stands."""
+        step = self.progress.step
+        return step != self._paused_step and self._is_due(step)
+
+    def _heed(self, signal: int) -> None:
+        self._stopping = self._stopping or signal >= STOP
+        self._reshaping = self._reshaping or signal == RESHAPE
+
+    def _let_ranks_come_and_go(self) -> None:
+        """Leaves the loop between two steps, unless it ends here anyway."""
+        if self._stopping or self.progress.step >= self.config.run.steps:
+            return
+        self.pulse.enter("save")
+        self._report_saves(wait=True)
+        raise WorldChanged("hosts were added or taken away")
+
+    def _finish_all(self, but: int = 0, end: float | None = None) -> None:
+        """Finishes steps that are out, all but the last `but` ones."""
+        while len(self._out) > but:
+            self._finish(self._out[0], end)
+            self._out.pop(0)
 
     def _launch(self, progress: Progress) -> _Pending:
         """Starts one optimizer update."""
@@ -206,7 +259,19 @@ class Loop:
         )
 
     def _finish(self, pending: _Pending, end: float | None = None) -> None:
-        """Reads a step's result and reports it; without `end` it lasted until now."""
+        """Reads a step's result, reports and judges it; without `end` it lasted until now."""
+        record = self._read(pending, end)
+        self._call("on_step", record)
+        bad = self.bad_steps.judge(record, pending.max_loss)
+        if bad is not None:
+            self._bad = pending, bad
+            first_sample = pending.progress.consumed_samples - pending.num_samples
+            found = self.examine(first_sample, pending.batch)
+            self._call("on_event", "bad_step", bad.reason, step=bad.step, **found)
+            self.bad_steps.count(bad)
+
+    def _read(self, pending: _Pending, end: float | None = None) -> dict[str, Any]:
+        """Returns a step's record; waits for its result, and heeds its signal."""
         signal = int(pending.result.signal)  # waits for the step
         seconds = (end or time.perf_counter()) - pending.start
         times = StepTimes(seconds, pending.data_wait, pending.communication())
@@ -227,16 +292,8 @@ class Loop:
             self.sources,
         )
         self.pulse.note_times(times)
-        record |= self.pulse.slowest
-        self._call("on_step", record)
-        self._stopping = self._stopping or signal >= STOP
-        bad = self.bad_steps.judge(record, pending.max_loss)
-        if bad is not None:
-            self._bad = pending, bad
-            first_sample = pending.progress.consumed_samples - pending.num_samples
-            found = self.examine(first_sample, pending.batch)
-            self._call("on_event", "bad_step", bad.reason, step=bad.step, **found)
-            self.bad_steps.count(bad)
+        self._heed(signal)
+        return record | self.pulse.slowest | {"world_size": self.trainer.size}
 
     def _roll_back(self, pending: _Pending, bad: BadStep) -> bool:
         """Goes back to the newest checkpoint, and on with the samples after the bad step's.
@@ -293,6 +350,7 @@ class Loop:
             self._call("on_evaluation", self._evaluation)
         if last or (run.checkpoint_every and progress.step % run.checkpoint_every == 0):
             self._checkpoint(progress)
+        self._paused_step = progress.step
 
     def _checkpoint(self, progress: Progress) -> None:
         self.pulse.enter("save")

@@ -30,6 +30,8 @@ class RobustnessConfig:
     """Newest losses of which median and deviation (MAD) are taken; judging begins at half."""
     check_replicas_every: int = 100
     """Steps between comparisons of the weights that ranks hold copies of; 0 means none."""
+    elastic: bool = False
+    """Whether a run goes on as ranks come and go (horovodrun --min-np --host-discovery-script)."""
     replay_step: int = 0
     """Only repeats this step of a run from the checkpoint before it, and shows its samples."""
 

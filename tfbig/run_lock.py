@@ -15,6 +15,7 @@ from tfbig.durable_file import write_all
 from tfbig.errors import UserError
 
 LOCK_NAME = "run.lock"
+_POLL_SECONDS = 0.5
 # File systems that know no locks say so by one of these (flock(2)); some Lustre mounts do.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
@@ -28,6 +29,8 @@ class RunLock:
     Args:
         folder: the run's, which exists.
 
+        patience: seconds in which the holder may still let go, as a lost host's does late.
+
     Attributes:
         note: one line where the file system knows no locks, so that nothing is held; else "".
 
@@ -39,7 +42,8 @@ class RunLock:
         ...     ...
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], patience: float = 0.0) -> None:
+        self._deadline = time.monotonic() + patience
         self.path = Path(folder) / LOCK_NAME
         self.note = ""
         self._descriptor = -1
@@ -80,6 +84,8 @@ class RunLock:
 
     def _take(self, descriptor: int) -> None:
         try:
+            while not _flock(descriptor) and time.monotonic() < self._deadline:
+                time.sleep(_POLL_SECONDS)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
@@ -105,6 +111,15 @@ class RunLock:
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         write_all(self._descriptor, orjson.dumps(holder) + b"\n")
+
+
+def _flock(descriptor: int) -> bool:
+    """Returns whether the lock could be had; holding it already is no obstacle."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _holder(descriptor: int) -> str:

@@ -10,6 +10,7 @@ from tfbig.loop import Progress
 from tfbig.run_folder import RunFolder, archive_for_restart
 from tfbig.run_lock import RunLock
 from tfbig.run_state import check_resumable, check_room
+from tfbig.schedule import slice_rows
 from tfbig.variables import is_adapter, num_trained_parameters
 
 
@@ -24,9 +25,15 @@ def check_kept_run(config: Config, folder: RunFolder) -> None:
 
 
 def make_run_folder(
-    config: Config, folder: RunFolder, trainer: Any
+    config: Config, folder: RunFolder, trainer: Any, patience: float = 0.0
 ) -> contextlib.AbstractContextManager:
     """Has rank 0 make the run's folder and hold its lock; with --restart the old one is renamed.
+
+    Args:
+      config: the run.
+      folder: its folder.
+      trainer: its `rank` and `agree` are used.
+      patience: seconds in which another rank 0 may still let go of the lock.
 
     Returns:
       What is to be left when the run ends: it sets the lock free.
@@ -39,7 +46,7 @@ def make_run_folder(
     error: UserError | None = None
     if trainer.rank == 0:
         try:
-            _take_run_folder(config, folder, held)
+            _take_run_folder(config, folder, held, patience)
         except UserError as failure:
             held.close()
             error = failure
@@ -49,7 +56,9 @@ def make_run_folder(
     return held
 
 
-def _take_run_folder(config: Config, folder: RunFolder, held: contextlib.ExitStack) -> None:
+def _take_run_folder(
+    config: Config, folder: RunFolder, held: contextlib.ExitStack, patience: float
+) -> None:
     check_room(config, folder)
     if config.run.restart:
         if folder.path.is_dir():
@@ -58,7 +67,7 @@ def _take_run_folder(config: Config, folder: RunFolder, held: contextlib.ExitSta
         if archive is not None:
             print(f"{folder.path} is now {archive}", flush=True)
     folder.create()
-    lock = held.enter_context(RunLock(folder.path))
+    lock = held.enter_context(RunLock(folder.path, patience))
     if lock.note:
         print(lock.note, flush=True)
 
@@ -71,13 +80,17 @@ def introduce(
     num_parameters = count_parameters(config.model)
     num_trained = num_trained_parameters(config.model, config.optimizer.freeze)
     trained = f" ({num_trained:,} trained)" if num_trained < num_parameters else ""
-    microbatch = run.global_batch // (trainer.num_replicas * parallel.microbatches)
+    forwards = trainer.num_replicas * parallel.microbatches
+    microbatch = slice_rows(run.global_batch, trainer.num_replicas, parallel.microbatches)
+    microbatch //= parallel.microbatches
+    filled = forwards * microbatch - run.global_batch
     print(
         f"{run.preset}: {num_parameters:,} parameters{trained}, {parallel.precision}, "
         f"{config.data.sequence_length} tokens a sample\n"
         f"{parallel.strategy}: {trainer.size} processes, {trainer.num_replicas} replicas; "
         f"global batch {run.global_batch} = {trainer.num_replicas} replicas x "
-        f"{parallel.microbatches} microbatches x {microbatch} samples\n"
+        f"{parallel.microbatches} microbatches x {microbatch} samples"
+        f"{f' - {filled} that fill up' if filled else ''}\n"
         f"{data.num_rows('train'):,} training samples from {', '.join(data.sources)}; "
         f"peak {peak / 1e9:,.0f} GFLOP/s ({peak_source})\n"
         f"run folder {run.run_dir}",

@@ -162,9 +162,10 @@ class StateKeeper:
     ) -> None:
         self._config, self._folder, self._trainer = config, folder, trainer
         self._data_identity = data_identity
-        self._writer = CheckpointWriter(
-            folder.checkpoints_dir, trainer.rank, trainer.size, SAVE_TIMEOUT
-        )
+        # Ranks that may be lost at any time are not waited for: rank 0 holds all, and writes all.
+        self._is_alone = config.robustness.elastic
+        rank, size = (0, 1) if self._is_alone else (trainer.rank, trainer.size)
+        self._writer = CheckpointWriter(folder.checkpoints_dir, rank, size, SAVE_TIMEOUT)
         self._copy = HostCopy(keeps_room=not steps_overlap())
         self._saving: Saving | None = None
         self._finished: list[Saved] = []
@@ -270,6 +271,8 @@ class StateKeeper:
             self._saving = None
         token = uuid.uuid4().int & (2**62 - 1)
         attempt = str(int(self._trainer.broadcast(np.array([token], np.int64))[0]))
+        if self._is_alone and self._trainer.rank:
+            return
         state = self._run_state(progress, metadata, slices)
         is_copied = self._can_copy(slices)
         if is_copied:
@@ -285,7 +288,7 @@ class StateKeeper:
         """Returns the checkpoints completed since the last call.
 
         Args:
-          wait: whether to wait for one that is under way.
+          wait: whether to wait for one that is under way; then all ranks call it.
 
         Raises:
           CheckpointError: it could not be written.
@@ -293,6 +296,8 @@ class StateKeeper:
         if self._saving is not None and (wait or self._saving.is_done):
             saving, self._saving = self._saving, None
             self._finished.append(saving.result())
+        if wait and self._is_alone:  # the others have written nothing, and end with rank 0's save
+            self._trainer.agree(0, "max")
         done, self._finished = self._finished, []
         return done
 

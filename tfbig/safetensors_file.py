@@ -113,23 +113,31 @@ def write_tensors(
         FileExistsError: when `path` exists.
         OSError: when the disk is full, or failing; the file is then removed.
     """
-    tensors.sort(key=lambda tensor: -tensor.dtype.itemsize)
-    header = _encode_header(tensors, metadata)
-    sha256 = hashlib.sha256(header)
-    num_bytes = len(header)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            write_all(descriptor, header)
-            tensors.reverse()
-            while tensors:
-                num_bytes += _write_tensor(descriptor, tensors.pop(), sha256)
+            digest = write_open(descriptor, tensors, metadata)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except BaseException:
         unlink_quietly(path)
         raise
+    return digest
+
+
+def write_open(
+    descriptor: int, tensors: list[TensorToWrite], metadata: dict[str, str]
+) -> FileDigest:
+    """Writes into an open file what `write_tensors` writes into a new one."""
+    tensors.sort(key=lambda tensor: -tensor.dtype.itemsize)
+    header = _encode_header(tensors, metadata)
+    sha256 = hashlib.sha256(header)
+    num_bytes = len(header)
+    write_all(descriptor, header)
+    tensors.reverse()
+    while tensors:
+        num_bytes += _write_tensor(descriptor, tensors.pop(), sha256)
     return FileDigest(sha256.hexdigest(), num_bytes)
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from tfbig.command import EXIT_SIGNAL
 
-STOP = 2  # what train_step's `signal` carries; the largest over ranks wins
+# What train_step's `signal` carries; the largest over ranks wins.
+RESHAPE = 1  # ranks are to come or go (elastic runs): leave the world after this step
+STOP = 2  # save and end
 AT_ONCE_AFTER = 10.0  # seconds after the first signal from which on another one ends the process
 
 
@@ -24,7 +26,7 @@ class StopSignal:
     for ever. So the signals are read by a thread, from a pipe that the C handler writes to.
 
     Attributes:
-      value: 0, or STOP once a signal has come.
+      value: 0, RESHAPE once ranks are to come or go, or STOP once a signal has come.
       name: of the first signal.
     """
 
@@ -57,6 +59,10 @@ class StopSignal:
     def request(self, reason: str) -> None:
         """Ends the run as a signal would, for a reason in words."""
         self.value, self.name = STOP, reason
+
+    def ask_reshape(self) -> None:
+        """Has the ranks leave their world after the next step; a signal to stop wins."""
+        self.value = max(self.value, RESHAPE)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.value, self.name = STOP, self.name or signal.Signals(number).name

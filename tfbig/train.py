@@ -2,15 +2,15 @@
 
 import contextlib
 import functools
-import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tfbig import presets, schedule
 from tfbig.batch_memory import check_batch_memory
+from tfbig.batches import evaluate_validation, filled_up, train_batches
 from tfbig.command import EXIT_SIGNAL, is_launched, run_command
 from tfbig.command_config import ListConfig
 from tfbig.config import (
@@ -23,6 +23,7 @@ from tfbig.config import (
     replace_fields,
     to_dict,
 )
+from tfbig.elastic.worlds import World, run_in_worlds
 from tfbig.errors import UserError
 from tfbig.flags import Flags
 from tfbig.interop.initial_weights import model_fields, open_initial, tokenizer_folder
@@ -59,6 +60,14 @@ def run(config: Config, command: Sequence[str] = ()) -> int:
 
         with on_every_rank(is_agreed=False):
             check_names(config.profile.stop_on_rule)
+    if config.robustness.elastic:
+        from trainers import check_strategy
+
+        check_strategy(config)
+    return run_in_worlds(config, functools.partial(_run, command=command))
+
+
+def _run(config: Config, world: World, command: Sequence[str]) -> int:
     seen_here = Outcome(lambda: look_around(config))
     if not is_launched():
         seen_here.alone()
@@ -68,11 +77,13 @@ def run(config: Config, command: Sequence[str] = ()) -> int:
     if config.run.verify:
         seen_here.alone()
         print_verified(config)
+    world.meet()
     trainer = make_trainer(config)
     with contextlib.ExitStack() as held:
         held.callback(trainer.close)
         folder, initial = seen_here.of_all(trainer)
-        return _train(config, trainer, folder, initial, command, held)
+        config = world.settle(config, trainer)
+        return _train(config, trainer, folder, initial, command, held, world)
 
 
 def look_around(config: Config) -> tuple[RunFolder, Any]:
@@ -92,6 +103,7 @@ def _train(
     initial: Any,
     command: Sequence[str],
     held: contextlib.ExitStack,
+    world: World,
 ) -> int:
     from tfbig.bad_samples import examine_step
     from tfbig.bad_steps import BadSteps
@@ -108,19 +120,21 @@ def _train(
 
     # Run folder and the checkpoint to go on from.
     with on_every_rank():
-        held.enter_context(make_run_folder(config, folder, trainer))
+        held.enter_context(make_run_folder(config, folder, trainer, world.lock_patience))
         check_shared(folder, trainer)
     ranks = folder, trainer.rank, trainer.size
     pulse = held.enter_context(Watchdog(*ranks, config.robustness.hang_timeout)).pulse
     held.enter_context(lost_hosts_named(*ranks))
     keeper = held.enter_context(StateKeeper(config, folder, trainer, data.identity))
-    reader, notes = keeper.find()
+    reader, notes = world.find(trainer, keeper)
 
     # Model, optimizer, state.
     trainer.build(True, len(data.sources), data.vocab_size)
     progress = start_from(keeper, reader, initial, trainer)
 
     notes = [*memory, *(f"checkpoint of {note}; an older one is used" for note in notes)]
+    if trainer.rank == 0:
+        world.announce(folder, trainer)
     hooks, total_peak = _watch(config, trainer, folder, data, command, notes)
 
     # Steps.
@@ -134,7 +148,7 @@ def _train(
             open_batches=functools.partial(train_batches, config, trainer, data),
             evaluate=lambda: evaluate_validation(config, trainer, data, stop_signal, pulse),
             saver=keeper,
-            hooks=[*measuring, *hooks],
+            hooks=[*world.hooks(), *measuring, *hooks],
             throughput=Throughput.of(config, total_peak),
             stop_signal=stop_signal,
             bad_steps=BadSteps(config, recent_losses(reader)),
@@ -143,7 +157,8 @@ def _train(
             pulse=pulse,
             sources=data.sources,
         )
-        reason = loop.run(progress, resumed=reader is not None)
+        with world.trained_in(trainer, loop) as owes_pause:
+            reason = loop.run(progress, reader is not None, owes_pause)
     return EXIT_SIGNAL if reason == "signal" else 0
 
 
@@ -185,9 +200,10 @@ def check_and_open(config: Config, folder: RunFolder, trainer: Any) -> tuple[lis
 
     rows, length = config.run.global_batch, config.data.sequence_length
     together(trainer, lambda: check_batch_memory("global_batch", rows, trainer.data_size, length))
+    first_rows = schedule.global_batch(config.run, 0)
     with on_every_rank():
-        memory = check_memory(config, trainer, gpu_memory_bytes())
-        for global_batch in {rows, schedule.global_batch(config.run, 0)}:
+        memory = check_memory(filled_up(config, trainer), trainer, gpu_memory_bytes())
+        for global_batch in () if config.robustness.elastic else {rows, first_rows}:
             derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
     # Data may take an hour to prepare: the folder's mistakes come first.
     together(trainer, lambda: check_kept_run(config, folder) if trainer.rank == 0 else None)
@@ -214,7 +230,9 @@ def begin_record(
     # The run's own copy: its readers need nothing else of the data folder.
     write_atomic(folder.tokenizer_path, data.tokenizer_path.read_bytes())
     num_devices = max(trainer.size, trainer.num_replicas)
-    prediction = PredictionHook(config, num_devices, peak_source, Path(folder.path))
+    prediction = PredictionHook(
+        filled_up(config, trainer), num_devices, peak_source, Path(folder.path)
+    )
     return [*main_rank_hooks(config, folder), prediction]
 
 
@@ -242,52 +260,6 @@ def _replay(config: Config, trainer: Any, folder: RunFolder, initial: Any, data:
     batches = functools.partial(train_batches, config, trainer, data)
     replay_step(config, trainer, data, progress, recent_losses(reader), batches)
     return 0
-
-
-def train_batches(config: Config, trainer: Any, data: Any, progress: Any) -> Iterator[Any]:
-    """Returns this process's batches from the next sample on, through batch warm-up."""
-    return itertools.chain.from_iterable(
-        data.train_batches(
-            start_sample=segment.start_sample,
-            num_steps=segment.num_steps,
-            global_batch=segment.global_batch,
-            data_rank=trainer.data_rank,
-            data_size=trainer.data_size,
-            seed=config.run.seed,
-        )
-        for segment in schedule.batch_segments(config.run, *progress)
-    )
-
-
-def evaluate_validation(
-    config: Config, trainer: Any, data: Any, stop_signal: Any, pulse: Any
-) -> dict[str, float] | None:
-    """Returns the measures of the whole validation split, and those of averaged weights.
-
-    None means that a rank was told to stop meanwhile.
-    """
-    from tfbig.evaluation import EvaluationStopped, evaluate
-
-    def stop_together() -> None:
-        pulse.enter("evaluation")
-        if trainer.agree(stop_signal.value, "max"):
-            raise EvaluationStopped
-
-    split = data.evaluation_batches(
-        "validation",
-        global_batch=config.run.global_batch // config.parallel.microbatches,
-        data_rank=trainer.data_rank,
-        data_size=trainer.data_size,
-    )
-    num_bytes = data.num_bytes("validation")
-    try:
-        measures = evaluate(trainer, split, num_bytes, before_batch=stop_together)
-        if config.optimizer.ema_decay:
-            averaged = evaluate(trainer, split, 0, "ema", stop_together)
-            measures["ema_loss"] = averaged["loss"]
-    except EvaluationStopped:
-        return None
-    return measures
 
 
 def default_data_folder(config: Config) -> str:

@@ -48,6 +48,8 @@ class Watchdog:
         self.pulse = Pulse()
 
     def __enter__(self) -> "Watchdog":
+        if self._rank == 0:
+            self._heartbeats.sweep()
         self._thread.start()
         return self
 

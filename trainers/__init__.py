@@ -10,11 +10,11 @@ STRATEGIES = {
 
 # By strategy, what of trainers/validate.py says whether it takes a configuration.
 CHECKS = {
-    "single": ("check_data_parallel_only", "check_no_sharding"),
-    "horovod": ("check_data_parallel_only",),
-    "mirrored": ("check_data_parallel_only", "check_no_sharding"),
-    "multi_worker": ("check_data_parallel_only", "check_no_sharding"),
-    "pipeline": ("check_mesh_fits",),
+    "single": ("check_not_elastic", "check_data_parallel_only", "check_no_sharding"),
+    "horovod": ("check_elastic_holds_all", "check_data_parallel_only"),
+    "mirrored": ("check_not_elastic", "check_data_parallel_only", "check_no_sharding"),
+    "multi_worker": ("check_not_elastic", "check_data_parallel_only", "check_no_sharding"),
+    "pipeline": ("check_not_elastic", "check_mesh_fits"),
 }
 
 

@@ -263,13 +263,19 @@ class Engine:
         run = self._function(GATHER, lambda x: self.world.all_gather(x, name), name)
         return run(tf.constant(values, tf.int64)).numpy()
 
-    def broadcast(self, array: np.ndarray) -> np.ndarray:
-        """Returns rank 0's array."""
-        tensor = tf.convert_to_tensor(array)
-        key = (tensor.dtype.name, tuple(tensor.shape))
-        name = f"{BROADCAST}_{key[0]}_{'x'.join(map(str, key[1]))}"
-        run = self._function(BROADCAST, lambda x: self.world.broadcast(x, 0, name), key)
-        return run(tensor).numpy()
+    def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
+        """Returns one rank's array; shape and dtype are equal on all ranks."""
+        array = np.ascontiguousarray(array)
+        if array.size == 0:
+            return array
+        name = f"{BROADCAST}_{root}"
+        # As bytes of any number: one graph serves all arrays.
+        signature = [tf.TensorSpec([None], tf.uint8)]
+        run = self._function(
+            BROADCAST, lambda x: self.world.broadcast(x, root, name), root, signature
+        )
+        sent = run(array.reshape(-1).view(np.uint8))
+        return sent.numpy().view(array.dtype).reshape(array.shape)
 
     def barrier(self, timeout: float) -> None:
         """Waits for all ranks, at most `timeout` seconds; TimeoutError after that."""
@@ -294,9 +300,11 @@ class Engine:
         """Shuts Horovod down, after which another Engine can start."""
         hvd.shutdown()
 
-    def _function(self, kind: str, body: Callable, key: Any) -> Callable:
+    def _function(self, kind: str, body: Callable, key: Any, signature: Any = None) -> Callable:
         if (kind, key) not in self._functions:
-            self._functions[kind, key] = tf.function(body, autograph=False)
+            self._functions[kind, key] = tf.function(
+                body, autograph=False, input_signature=signature
+            )
         return self._functions[kind, key]
 
 

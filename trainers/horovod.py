@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfbig.config import Config
+from tfbig.config import Config, replace_fields
 from tfbig.errors import UserError
 from tfbig.parallel_config import ParallelConfig
 from trainers.agreement import check_equal_ranks
@@ -62,11 +62,16 @@ class HorovodTrainer(ReplicaTrainer):
         check_equal_ranks(self._engine.differs, config)
         self._data = self._engine.everyone("data")
 
+    def set_microbatches(self, microbatches: int) -> None:
+        """Changes the forward passes of a step; before `build`."""
+        self.config = replace_fields(self.config, {"microbatches": microbatches})
+        self._reduction = gradient_reduction(self.config.parallel)
+
     def agree(self, value: int, op: str) -> int:
         return self._engine.agree(value, op)
 
-    def broadcast(self, array: np.ndarray) -> np.ndarray:
-        return self._engine.broadcast(array)
+    def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
+        return self._engine.broadcast(array, root)
 
     def barrier(self, timeout: float) -> None:
         self._engine.barrier(timeout)

@@ -80,6 +80,38 @@ def check_no_sharding(config: Config) -> None:
 
 
 @on_every_rank(is_agreed=False)
+def check_not_elastic(config: Config) -> None:
+    """Checks that a strategy whose ranks cannot be replaced isn't asked to.
+
+    Raises:
+      UserError: an elastic run.
+    """
+    if config.robustness.elastic:
+        raise UserError(
+            f"--elastic needs --strategy=horovod, where any rank can go on alone, not"
+            f" {config.parallel.strategy}: start that one by `tfbig launch --restarts`, which goes"
+            " on from the newest checkpoint."
+        )
+
+
+@on_every_rank(is_agreed=False)
+def check_elastic_holds_all(config: Config) -> None:
+    """Checks that each rank of an elastic run holds the whole state.
+
+    Raises:
+      UserError: a flag of ZeRO, by which a lost rank's share is lost.
+    """
+    level = config.parallel.sharding_level
+    if config.robustness.elastic and level:
+        flag = ("shard_optimizer_state", "shard_gradients", "shard_parameters")[level - 1]
+        raise UserError(
+            f"--elastic does not go with --{flag}: a lost rank's share of the state would be lost"
+            " with it. Start the run by `tfbig launch --restarts`, which goes on from the newest"
+            " checkpoint."
+        )
+
+
+@on_every_rank(is_agreed=False)
 def check_one_device(config: Config) -> None:
     """Checks that a strategy with one device a process isn't asked to drive several.
 

@@ -1,0 +1,1 @@
+"""Runs whose ranks come and go while they go on: `tfbig train --elastic`."""
