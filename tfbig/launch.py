@@ -1,11 +1,13 @@
 """Starts a training command, alone or as ranks on many hosts, and again when it fails.
 
-`tfbig launch --restarts=5 -- horovodrun ...` watches one command. With --cluster it starts the
+`tfbig launch --restarts=5 -- horovodrun ...` watches one command; with --shrunk another one, on
+fewer ranks, takes over where the first gets nowhere. With --cluster it starts the
 ranks of this host itself, and meets the launchers of the other hosts: `srun tfbig launch
 --cluster=slurm -- python -m tfbig.train ...`.
 """
 
 import dataclasses
+import shlex
 import signal
 import subprocess
 import sys
@@ -41,6 +43,7 @@ class Supervisor:
 
     def __init__(self, config: LaunchConfig, command: Sequence[str], run_dir: str) -> None:
         self._config, self._command = config, list(command)
+        self._shrunk = shlex.split(config.shrunk)  # until it has taken over
         self._checkpoints = RunFolder(run_dir).checkpoints_dir
         self._process: subprocess.Popen | None = None
         self._signal = 0
@@ -70,7 +73,10 @@ class Supervisor:
                 f"code {code} after {time.monotonic() - start:.0f} s, newest checkpoint: "
                 f"{f'step {after}' if after >= 0 else 'none'}"
             )
-            if fruitless >= _FRUITLESS:
+            if self._shrunk and fruitless >= self._config.shrink_after:
+                self._command, self._shrunk, fruitless = self._shrunk, [], 0
+                self._say(f"the smaller layout takes over: {shlex.join(self._command)}")
+            elif fruitless >= max(_FRUITLESS, self._config.shrink_after * bool(self._shrunk)):
                 self._say(f"{fruitless} failures without a new checkpoint: no restart will help")
                 return code
             if attempt == self._config.restarts:
@@ -131,9 +137,18 @@ def _check(config: LaunchConfig) -> None:
     Raises:
       UserError: one makes no sense.
     """
-    for name in ("restarts", "restart_wait", "processes_per_host", "num_processes", "port"):
-        if not getattr(config, name) >= 0:
-            raise UserError(f"--{name}={getattr(config, name)} must be at least 0: change it.")
+    numbers = "restarts restart_wait processes_per_host num_processes port shrink_after".split()
+    for name in numbers:
+        least = int(name == "shrink_after")
+        if not getattr(config, name) >= least:
+            raise UserError(
+                f"--{name}={getattr(config, name)} must be at least {least}: change it."
+            )
+    if config.shrunk and config.cluster != "none":
+        raise UserError(
+            f"--shrunk is a whole command, which --cluster={config.cluster} cannot start on fewer"
+            " hosts: leave it out, or start that launcher anew on those that are left."
+        )
     if config.port > 65535:
         raise UserError(f"--port={config.port} is no port: give one below 65536.")
     if not config.start_timeout > 0:
@@ -144,12 +159,33 @@ def _check(config: LaunchConfig) -> None:
         raise UserError("--cluster=hosts needs --hosts: give all of them, as --hosts=a,b.")
 
 
+def _check_shrunk(shrunk: str, run_dir: str) -> None:
+    """Checks that the command that may take over goes on with the same run.
+
+    Raises:
+      UserError: it can't be read, or names another run.
+    """
+    if not shrunk:
+        return
+    try:
+        words = shlex.split(shrunk)
+    except ValueError as error:
+        raise UserError(f"--shrunk={shrunk} is no command ({error}): change it.") from error
+    other = _run_dir(words)
+    if other != run_dir:
+        raise UserError(
+            f"--shrunk trains in {other}, the command behind -- in {run_dir}: give both the same"
+            " --run_dir."
+        )
+
+
 def _launch_here(config: LaunchConfig, command: Sequence[str]) -> int:
     """Runs a command alone, or as this host's ranks of a cluster that Slurm or flags describe."""
     if not command:
         raise UserError("give the command to run behind --, e.g. -- horovodrun -np 2 python ...")
     run_dir = _run_dir(command)
     if config.cluster == "none":
+        _check_shrunk(config.shrunk, run_dir)
         return Supervisor(config, command, run_dir).run()
     hosts = [host.strip() for host in config.hosts.split(",") if host.strip()]
     if config.cluster == "slurm":

@@ -1,5 +1,6 @@
 """`tfbig launch` starts a failed command again, while that gets it anywhere."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -50,6 +51,38 @@ def test_a_failing_command_is_started_again(tmp_path, pytestconfig, capsys):
 
 def test_restarts_are_limited(tmp_path, pytestconfig):
     assert launch_here("--restarts=1", "--", *job(tmp_path, pytestconfig)) == 7
+
+
+def test_a_smaller_layout_takes_over(tmp_path, pytestconfig, capsys):
+    smaller = shlex.join(job(tmp_path, pytestconfig))
+    command = ["sh", "-c", "exit 9", f"--run_dir={tmp_path}"]
+    flags = [f"--shrunk={smaller}", "--restarts=9"]
+    assert launch_here(*flags, "--", *command) == 0
+    error = capsys.readouterr().err
+    assert error.count("code 9 after") == 2 and error.count("the smaller layout takes over") == 1
+    assert error.count("code 7 after") == 3  # it gets somewhere, and is not given up
+
+
+def test_a_smaller_layout_that_gets_nowhere_is_given_up(tmp_path, capsys):
+    command = ["sh", "-c", "exit 9", f"--run_dir={tmp_path}"]
+    flags = [f"--shrunk=sh -c 'exit 8' --run_dir={tmp_path}", "--shrink_after=1", "--restarts=50"]
+    assert launch_here(*flags, "--", *command) == 8
+    error = capsys.readouterr().err
+    assert error.count("code 9 after") == 1 and error.count("code 8 after") == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--shrunk=train --run_dir=other"], "trains in other"),
+        (["--shrunk=it's"], "is no command"),
+        (["--shrunk=train", "--cluster=slurm"], "--cluster=slurm"),
+        (["--shrink_after=0"], "--shrink_after=0 must be at least 1"),
+    ],
+)
+def test_a_smaller_layout_that_cannot_be(flags, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        launch_here(*flags, "--", "true", f"--run_dir={tmp_path}")
 
 
 def test_what_gets_nowhere_is_given_up(tmp_path, capsys):

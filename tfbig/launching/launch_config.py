@@ -14,6 +14,10 @@ class LaunchConfig:
     """Restarts after failures, in all."""
     restart_wait: float = 10.0
     """Seconds before a restart, in which nodes may come back and ports are let go."""
+    shrunk: str = ""
+    """Command, as one word, that takes over from one that gets nowhere; e.g. with fewer ranks."""
+    shrink_after: int = 2
+    """Failures in a row without a new checkpoint after which --shrunk takes over."""
     cluster: Literal["none", "slurm", "mpi", "sagemaker", "hosts"] = "none"
     """Who tells of the other launchers: none runs the command alone, hosts looks at --hosts."""
     hosts: str = ""
