@@ -127,6 +127,11 @@ def _adapter_problems(config: Config) -> Iterator[str]:
             f"--lora_alpha={model.lora_alpha} must be above 0 and finite: "
             f"{way_out(model, 'lora_alpha')}"
         )
+    if config.parallel.sharding_level and (model.lora_rank or freeze):
+        yield (
+            "--lora_rank and --freeze leave little state to share and don't go with"
+            " --shard_optimizer_state, --shard_gradients or --shard_parameters: leave one out."
+        )
     if not freeze or model.num_heads < 1 or not 1 <= model.num_layers <= _MAX_LAYERS_LISTED:
         return
     paths = [spec.path for spec in variable_specs(model)]
@@ -139,11 +144,6 @@ def _adapter_problems(config: Config) -> Iterator[str]:
             )
     if not any(is_trained(path, model, freeze) for path in paths):
         yield "--freeze leaves nothing to train: give fewer patterns."
-    if config.parallel.sharding_level and (model.lora_rank or freeze):
-        yield (
-            "--lora_rank and --freeze leave little state to share and don't go with"
-            " --shard_optimizer_state, --shard_gradients or --shard_parameters: leave one out."
-        )
 
 
 def _near_divisor(number: int, wanted: int) -> int:
