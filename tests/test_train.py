@@ -367,12 +367,12 @@ def test_no_room_for_a_checkpoint(calls_before, tmp_path, small_flags, monkeypat
 
 def test_the_room_that_is_asked_for_is_what_a_checkpoint_takes(run_dir, small_flags):
     from tfbig.config import from_dict
-    from tfbig.run_state import state_bytes
+    from tfbig.variables import checkpoint_bytes
 
     config = from_dict(RunFolder(run_dir).read_config()["config"])
     reader = CheckpointReader(list_checkpoints(RunFolder(run_dir).checkpoints_dir)[-1].path)
     saved = sum(reader.read(path).nbytes for path in reader.paths())
-    assert 0 <= saved - state_bytes(config) <= 64  # the scalars
+    assert 0 <= saved - checkpoint_bytes(config) <= 64  # the scalars
 
 
 @pytest.mark.parametrize("flag", ["--init_from=nowhere", "--run_dir=gs://bucket/run"])

@@ -21,7 +21,7 @@ from tfbig.checkpoint import (
 from tfbig.checkpoint_format import RunState, Slice, num_bytes_to_write
 from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.checkpoint_writer import CheckpointWriter
-from tfbig.config import Config, count_parameters, to_dict
+from tfbig.config import Config, to_dict
 from tfbig.errors import UserError
 from tfbig.hardware import steps_overlap
 from tfbig.host_memory import HostCopy
@@ -30,7 +30,7 @@ from tfbig.run_folder import RunFolder
 from tfbig.saving import Saved, Saving
 from tfbig.shared_folder import sees_rank_0
 from tfbig.together import raise_together, together
-from tfbig.variables import num_trained_parameters
+from tfbig.variables import checkpoint_bytes
 
 # A resume may change how a run is executed, how long it is and what is logged; the rest is the
 # run's identity.
@@ -66,7 +66,6 @@ ADDED_SINCE = {
     "loss.z_loss": 0.0,
     "loss.label_smoothing": 0.0,
 }
-FLOAT32_BYTES = 4
 SAVE_TIMEOUT = 1800.0  # seconds that rank 0 waits for the other ranks' parts
 _FAILED_RUN_PATIENCE = 5.0  # seconds in which a save under way may end when the run fails
 
@@ -91,21 +90,13 @@ def _may_differ(name: str) -> bool:
     return name in MAY_DIFFER or f"{section}.*" in MAY_DIFFER
 
 
-def state_bytes(config: Config) -> int:
-    """Returns the bytes of a run's checkpoint: weights, AdamW's two slots, moving averages."""
-    optimizer = config.optimizer
-    copies = 2 * (optimizer.optimizer == "adamw") + (optimizer.ema_decay > 0)
-    trained = num_trained_parameters(config.model, optimizer.freeze)
-    return FLOAT32_BYTES * (count_parameters(config.model) + copies * trained)
-
-
 def check_room(config: Config, folder: RunFolder) -> None:
     """Checks, before a run begins, that its first checkpoint will find room.
 
     Raises:
       UserError: with the numbers.
     """
-    error = free_disk_error(folder.checkpoints_dir, state_bytes(config))
+    error = free_disk_error(folder.checkpoints_dir, checkpoint_bytes(config))
     if error:
         raise UserError(error)
 

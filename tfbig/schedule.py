@@ -76,6 +76,16 @@ def global_batch(run: RunConfig, consumed_samples: int) -> int:
     return start * (1 + consumed_samples * (run.global_batch // start) // samples)
 
 
+def batch_sizes(run: RunConfig) -> set[int]:
+    """Returns the smallest and the largest global batch; those between are multiples of the first.
+
+    >>> run = RunConfig(global_batch=12, batch_warmup_start=4, batch_warmup_samples=30)
+    >>> sorted(batch_sizes(run))
+    [4, 12]
+    """
+    return {global_batch(run, 0), run.global_batch}
+
+
 def batch_segments(run: RunConfig, step: int, consumed_samples: int) -> list[Segment]:
     """Returns the rest of a run as segments of equal batch size.
 

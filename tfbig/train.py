@@ -192,7 +192,7 @@ def check_and_open(config: Config, folder: RunFolder, trainer: Any) -> tuple[lis
     Raises:
       UserError: on every rank, when it cannot fit, or the folder, the data or the batch do not.
     """
-    from tfbig.hardware import gpu_memory_bytes
+    from tfbig.hardware import gpu_memory_bytes, peak_flops
     from tfbig.interop.initial_weights import check_tokenizer
     from tfbig.planner.at_start import check_memory
     from tfbig.run_start import check_kept_run
@@ -200,10 +200,11 @@ def check_and_open(config: Config, folder: RunFolder, trainer: Any) -> tuple[lis
 
     rows, length = config.run.global_batch, config.data.sequence_length
     together(trainer, lambda: check_batch_memory("global_batch", rows, trainer.data_size, length))
-    first_rows = schedule.global_batch(config.run, 0)
     with on_every_rank():
-        memory = check_memory(filled_up(config, trainer), trainer, gpu_memory_bytes())
-        for global_batch in () if config.robustness.elastic else {rows, first_rows}:
+        device_bytes = gpu_memory_bytes()
+        device = peak_flops(config.parallel.precision)[1] if device_bytes else ""
+        memory = check_memory(filled_up(config, trainer), trainer, device_bytes, device)
+        for global_batch in () if config.robustness.elastic else schedule.batch_sizes(config.run):
             derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
     # Data may take an hour to prepare: the folder's mistakes come first.
     together(trainer, lambda: check_kept_run(config, folder) if trainer.rank == 0 else None)

@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from tfbig.config import ModelConfig
+from tfbig.config import Config, ModelConfig, count_parameters
 
+_FLOAT32_BYTES = 4
 InitialValue = Literal["normal", "residual", "zeros", "ones"]
 
 
@@ -104,6 +105,17 @@ def is_trained(path: str, config: ModelConfig, freeze: Sequence[str]) -> bool:
     )
 
 
+def is_narrow(path: str) -> bool:
+    """Returns whether layers compute with a weight in the compute dtype.
+
+    Kernels, biases and adapters; embedding tables and norms are float32 in any case.
+
+    >>> is_narrow("transformer_blocks/3/ffn/up/kernel"), is_narrow("final_norm/gamma")
+    (True, False)
+    """
+    return path.endswith(("/kernel", "/bias")) or is_adapter(path)
+
+
 # Where the devices don't divide the vocabulary, each one's part is a multiple of this.
 VOCABULARY_MULTIPLE = 128
 
@@ -147,6 +159,20 @@ def num_trained_parameters(config: ModelConfig, freeze: Sequence[str] = ()) -> i
         for spec in variable_specs(config)
         if is_trained(spec.path, config, freeze)
     )
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Returns the bytes of a run's checkpoint: weights, AdamW's two slots, moving averages.
+
+    >>> checkpoint_bytes(Config()) == 3 * 4 * count_parameters(Config().model)
+    True
+    """
+    optimizer = config.optimizer
+    copies = 2 * (optimizer.optimizer == "adamw") + (optimizer.ema_decay > 0)
+    weights = trained = count_parameters(config.model)
+    if config.model.lora_rank or optimizer.freeze:
+        trained = num_trained_parameters(config.model, optimizer.freeze)
+    return _FLOAT32_BYTES * (weights + copies * trained)
 
 
 def _block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

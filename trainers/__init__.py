@@ -10,11 +10,21 @@ STRATEGIES = {
 
 # By strategy, what of trainers/validate.py says whether it takes a configuration.
 CHECKS = {
-    "single": ("check_not_elastic", "check_data_parallel_only", "check_no_sharding"),
-    "horovod": ("check_elastic_holds_all", "check_data_parallel_only"),
+    "single": (
+        "check_not_elastic",
+        "check_data_parallel_only",
+        "check_no_sharding",
+        "check_one_device",
+    ),
+    "horovod": (
+        "check_elastic_holds_all",
+        "check_data_parallel_only",
+        "check_one_device",
+        "check_gradient_reduction",
+    ),
     "mirrored": ("check_not_elastic", "check_data_parallel_only", "check_no_sharding"),
     "multi_worker": ("check_not_elastic", "check_data_parallel_only", "check_no_sharding"),
-    "pipeline": ("check_not_elastic", "check_mesh_fits"),
+    "pipeline": ("check_not_elastic", "check_mesh_fits", "check_one_device"),
 }
 
 
@@ -26,8 +36,19 @@ def check_strategy(config) -> None:
     """
     from trainers import validate
 
+    _check_name(config.parallel.strategy)
     for name in CHECKS[config.parallel.strategy]:
         getattr(validate, name)(config)
+
+
+def _check_name(name: str) -> None:
+    from tfbig.errors import UserError, near_matches
+
+    if name not in STRATEGIES:
+        raise UserError(
+            f"--strategy={name} is not known.{near_matches(name, list(STRATEGIES))}"
+            f" The strategies are: {', '.join(STRATEGIES)}."
+        )
 
 
 def trainer_class(name: str):
@@ -38,12 +59,6 @@ def trainer_class(name: str):
     """
     import importlib
 
-    from tfbig.errors import UserError, near_matches
-
-    if name not in STRATEGIES:
-        raise UserError(
-            f"--strategy={name} is not known.{near_matches(name, list(STRATEGIES))}"
-            f" The strategies are: {', '.join(STRATEGIES)}."
-        )
+    _check_name(name)
     module, _, attribute = STRATEGIES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -6,8 +6,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfbig.config import Config, replace_fields
-from tfbig.errors import UserError
-from tfbig.parallel_config import ParallelConfig
 from trainers.agreement import check_equal_ranks
 from trainers.base import Batch
 from trainers.bucket_plan import plan_buckets
@@ -19,30 +17,14 @@ from trainers.gpu_identity import check_own_gpu, gpu_uuid
 from trainers.gradients import BatchSums, Gradients, batch_gradients
 from trainers.replica import ReplicaTrainer
 from trainers.replica_check import ReplicaCheck
-from trainers.validate import check_data_parallel_only, check_one_device
+from trainers.validate import (
+    check_data_parallel_only,
+    check_gradient_reduction,
+    check_one_device,
+    gradient_reduction,
+)
 
 FLOAT32_BYTES = 4
-
-
-def gradient_reduction(config: ParallelConfig) -> str:
-    """Returns "tape" or "buckets", with "auto" resolved.
-
-    Raises:
-      UserError: the tape is asked for where it cannot serve.
-    """
-    if config.gradient_reduction == "auto":
-        return "tape" if config.microbatches == 1 and not config.jit_compile else "buckets"
-    if config.gradient_reduction == "tape" and config.jit_compile:
-        raise UserError(
-            "--jit_compile with --gradient_reduction=tape would put Horovod inside a compiled"
-            " function, where it cannot run: use buckets."
-        )
-    if config.gradient_reduction == "tape" and config.microbatches > 1:
-        raise UserError(
-            f"--gradient_reduction=tape reduces once a backward pass, but --microbatches="
-            f"{config.microbatches} makes {config.microbatches} of them a step: use buckets."
-        )
-    return config.gradient_reduction
 
 
 class HorovodTrainer(ReplicaTrainer):
@@ -51,6 +33,7 @@ class HorovodTrainer(ReplicaTrainer):
     def __init__(self, config: Config) -> None:
         check_data_parallel_only(config)
         check_one_device(config)
+        check_gradient_reduction(config)
         self.config = config
         self._reduction = gradient_reduction(config.parallel)
         # Horovod starts before TensorFlow touches a device, so that each process can pin its own.

@@ -1,17 +1,16 @@
 """Which blocks each pipeline stage holds, balanced by a cost model. TensorFlow-free."""
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tfbig.config import Config, ModelConfig
+from tfbig.config import Config
 from tfbig.errors import UserError
-from tfbig.variables import part_of
-from trainers.activations import COMPUTE_BYTES, block_bytes, head_bytes
+from tfbig.together import on_every_rank
+from trainers.activations import block_bytes, head_bytes
 from trainers.pipeline_schedule import stages_in_flight
-from trainers.tensor_table import stage_paths
+from trainers.state_bytes import NOTHING, Counts, own_state, rank_counts, stage_counts
 from trainers.validate import num_chunks
 
 
@@ -71,26 +70,33 @@ class CostModel:
         self._tensor = config.parallel.tensor_parallel_degree
         self._num_ranks = config.parallel.pipeline_parallel_degree
         self.num_stages = self._num_ranks * num_chunks(config)
-        self._block_parameters = rank_parameters(self._model, self._tensor, (0, 1), False, False)
+        self._state = own_state(config)
+        # What --freeze leaves out is not balanced.
+        count = functools.partial(rank_counts, self._model, (), self._tensor)
+        self._block_counts = count((0, 1), False, False)
+        self._end_counts = {
+            index: count((0, 0), index == 0, index == self.num_stages - 1)
+            for index in (0, self.num_stages - 1)
+        }
         self._in_flight = self._microbatches_in_flight()
 
     def stage(self, index: int, first: int, stop: int) -> Stage:
         """Returns the costs of stage number `index` if it holds the blocks [first, stop)."""
         is_last = index == self.num_stages - 1
         blocks = stop - first
-        parameters = blocks * self._block_parameters
+        counts = self._end_counts.get(index, NOTHING).plus(self._block_counts, blocks)
+        level = self._parallel.sharding_level
+        state_bytes = self._state.resting(counts, level, self._data_size)
         activations, flops = blocks * self._block_activations(), blocks * self._block_flops()
-        if index == 0 or is_last:
-            parameters += rank_parameters(self._model, self._tensor, (0, 0), index == 0, is_last)
         if is_last:
             activations += self._head_activations()
             flops += self._head_flops()
         return Stage(
             block_range=(first, stop),
             rank=index % self._num_ranks,
-            num_parameters=parameters,
+            num_parameters=counts.total,
             flops=flops,
-            state_bytes=parameters * state_bytes_per_parameter(self._config, self._data_size),
+            state_bytes=state_bytes + self._state.passing * counts.trained,
             activation_bytes=activations,
             in_flight=self._in_flight[index],
         )
@@ -125,45 +131,6 @@ class CostModel:
         )
 
 
-@functools.lru_cache(maxsize=256)
-def rank_parameters(
-    model: ModelConfig, tensor: int, block_range: tuple[int, int], is_first: bool, is_last: bool
-) -> int:
-    """Returns a stage's parameters on one rank of a tensor group, padding included.
-
-    Args:
-      model: the whole model.
-      tensor: ranks of a tensor group.
-      block_range: (first, last + 1) of its blocks.
-      is_first: whether it has the embedding.
-      is_last: whether it has the head.
-    """
-    total = 0
-    for spec in stage_paths(model, block_range, is_first, is_last):
-        shape, dim = list(spec.shape), spec.rule.shard_dim
-        if dim is not None:
-            shape[dim] = part_of(shape[dim], tensor, 0)[1]
-        total += math.prod(shape)
-    return total
-
-
-def state_bytes_per_parameter(config: Config, data_size: int = 1) -> float:
-    """Returns the bytes a trained parameter takes on its rank.
-
-    float32 weight and summed gradient, AdamW's two slots and a moving average, and in the compute
-    dtype the gradient of one microbatch and, where that isn't float32, the weight.
-
-    Args:
-      config: of the run.
-      data_size: ranks that share slots and average under --shard_optimizer_state.
-    """
-    element = COMPUTE_BYTES[config.parallel.precision]
-    slots = 8.0 if config.optimizer.optimizer == "adamw" else 0
-    slots += 4 if config.optimizer.ema_decay > 0 else 0
-    slots /= data_size if config.parallel.shard_optimizer_state else 1
-    return 8 + slots + element + (element if element < 4 else 0)
-
-
 def choose_partition(
     config: Config, microbatch_size: int, recompute: str = "none", data_size: int = 1
 ) -> Partition:
@@ -189,6 +156,29 @@ def choose_partition(
             for index in range(costs.num_stages)
         )
     )
+
+
+def counts_of(config: Config, partition: Partition, rank: int) -> Counts:
+    """Returns the parameters of a pipeline rank's stages."""
+    counts, last = NOTHING, len(partition.stages) - 1
+    for index, stage in enumerate(partition.stages):
+        if stage.rank == rank:
+            own = stage_counts(config, stage.block_range, index == 0, index == last)
+            counts = counts.plus(own)
+    return counts
+
+
+@on_every_rank(is_agreed=False)
+def check_stages_train(config: Config, partition: Partition) -> None:
+    """Checks that each stage has something to train.
+
+    Raises:
+      UserError: --freeze leaves one without.
+    """
+    last = len(partition.stages) - 1
+    for index, stage in enumerate(partition.stages if config.optimizer.freeze else ()):
+        if not stage_counts(config, stage.block_range, index == 0, index == last).trained:
+            raise UserError("--freeze leaves a stage nothing to train: freeze less, or cut less.")
 
 
 def _bounds_by_hand(config: Config, num_stages: int) -> list[int]:

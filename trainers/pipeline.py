@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from tfbig.checkpoint_format import Slice
 from tfbig.config import Config
-from tfbig.errors import UserError
 from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
 from tfbig.model.initialization import part_value
@@ -26,7 +25,7 @@ from trainers.flat_buckets import flat_buckets
 from trainers.gpu_identity import check_own_gpu, gpu_uuid
 from trainers.mesh import make_mesh, mesh_groups, warn_of_slow_tensor_groups
 from trainers.mesh_decoding import MeshDecoder
-from trainers.partition import choose_partition
+from trainers.partition import check_stages_train, choose_partition
 from trainers.pipeline_link import Link
 from trainers.pipeline_program import plan_programs
 from trainers.pipeline_schedule import compute_order, forward_order
@@ -193,11 +192,11 @@ class PipelineTrainer(Trainer):
             for chunk in range(self._num_chunks)
         ]
         # Microbatches in flight would each keep a gradient of the head as large as its weight.
+        if training:
+            check_stages_train(self.config, self.partition)
         models = [self._make_weights(blocks, chunked_head=False) for blocks in ranges]
         options = self.config.parallel.jit_compile, self.config.optimizer.freeze
         self._chunks = [Chunk(model, training, *options) for model in models]
-        if training and any(not chunk.trained for chunk in self._chunks):
-            raise UserError("--freeze leaves a stage nothing to train: freeze less, or cut less.")
         return {path: v for chunk in self._chunks for path, v in chunk.variables.items()}
 
     def differing_replicas(self) -> list[tuple[str, list[int]]]:

@@ -7,8 +7,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfbig.checkpoint_format import Slice
-from tfbig.config import Config
-from tfbig.errors import UserError
 from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
 from tfbig.model.initialization import part_value
@@ -28,14 +26,6 @@ from trainers.unallocated import stored_as_used
 
 class ShardedTrainer(HorovodTrainer):
     """Trains a replica in each process; optimizer state is shared among all of them."""
-
-    def __init__(self, config: Config) -> None:
-        if config.parallel.gradient_reduction == "tape":
-            raise UserError(
-                "--gradient_reduction=tape gives every rank all gradients, where"
-                " --shard_optimizer_state gives each its own part: leave it out."
-            )
-        super().__init__(config)
 
     def _make_model(self, initial_values: bool = True) -> GPT:
         """Returns the model; in 16 bits, with its kernels and biases kept as they are used.

@@ -2,6 +2,7 @@
 
 from tfbig.config import Config
 from tfbig.errors import UserError
+from tfbig.parallel_config import ParallelConfig
 from tfbig.together import on_every_rank
 from trainers.options import check_options_have_effect
 
@@ -123,6 +124,40 @@ def check_one_device(config: Config) -> None:
         raise UserError(
             f"--num_devices={parallel.num_devices}: a process of --strategy={parallel.strategy}"
             " drives one device: use --strategy=mirrored, or start more processes."
+        )
+
+
+def gradient_reduction(parallel: ParallelConfig) -> str:
+    """Returns "tape" or "buckets", with "auto" resolved."""
+    if parallel.gradient_reduction == "auto":
+        return "tape" if parallel.microbatches == 1 and not parallel.jit_compile else "buckets"
+    return parallel.gradient_reduction
+
+
+@on_every_rank(is_agreed=False)
+def check_gradient_reduction(config: Config) -> None:
+    """Checks that Horovod's tape is asked for only where it can serve.
+
+    Raises:
+      UserError: it cannot.
+    """
+    parallel = config.parallel
+    if parallel.gradient_reduction != "tape":
+        return
+    if parallel.sharding_level:
+        raise UserError(
+            "--gradient_reduction=tape gives every rank all gradients, where"
+            " --shard_optimizer_state gives each its own part: leave it out."
+        )
+    if parallel.jit_compile:
+        raise UserError(
+            "--jit_compile with --gradient_reduction=tape would put Horovod inside a compiled"
+            " function, where it cannot run: use buckets."
+        )
+    if parallel.microbatches > 1:
+        raise UserError(
+            f"--gradient_reduction=tape reduces once a backward pass, but --microbatches="
+            f"{parallel.microbatches} makes {parallel.microbatches} of them a step: use buckets."
         )
 
 

@@ -1,20 +1,12 @@
 """A run that cannot fit is refused before it builds anything, with changes after which it fits."""
 
-import itertools
-
 import pytest
 
 from tfbig import presets
 from tfbig.config import Config, replace_fields
 from tfbig.errors import UserError
-from tfbig.planner.at_start import (
-    changes_that_fit,
-    check_memory,
-    fits,
-    flag_of,
-    free_host_bytes,
-    shortfall,
-)
+from tfbig.planner.at_start import check_memory, free_host_bytes, request_at_start, shortfall
+from tfbig.planner.changes import cheapest_changes, difference
 from tfbig.planner.memory import peak, predict_memory
 
 
@@ -64,22 +56,24 @@ def test_nothing_is_advised_that_the_strategy_refuses():
     for strategy, degree in (("single", 1), ("pipeline", 2), ("mirrored", 1)):
         config = gpt2(strategy=strategy, pipeline_parallel_degree=degree)
         for there in (0.8, 0.5, 0.2):
-            found = changes_that_fit(config, 4, there * needed(config, 4))
-            for change in itertools.islice(found, 5):
-                assert "shard_gradients" not in change
-                assert strategy == "pipeline" or "shard" not in change
+            request, _ = request_at_start(config, 4, there * needed(config, 4), "")
+            for change in cheapest_changes(request, 5):
+                after = change.plan.request.config.parallel
+                assert change.plan.fits and difference(request, change.plan.request) == change.text
+                assert "shard_gradients" not in change.text or after.pipeline_parallel_degree == 1
+                assert after.strategy in ("horovod", "pipeline") or "shard" not in change.text
 
 
 def test_a_bit_too_much_is_let_through_and_replicas_of_a_process_count():
     config = gpt2()
     need = needed(config, 1)
     check_memory(config, Engine(1, 1), device_bytes=int(need / 1.05))
-    assert not fits(config, {}, 1, 10 * need), "no change at all"
-    assert flag_of("x", True) == "--x"
+    with pytest.raises(UserError, match="on its fullest rank"):
+        check_memory(config, Engine(2, 1), device_bytes=0 * int(need) or 1)
 
 
 def test_hopeless_cases_are_told_to_take_more_ranks():
-    assert "more ranks" in shortfall(gpt2(), 2, 1e6)
+    assert "take more devices" in shortfall(gpt2(), 2, 1e6)
 
 
 def test_a_containers_limit_counts(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from tests.planner.test_measure import machine
 from tfbig.errors import UserError
 from tfbig.planner.check import check_run
-from tfbig.planner.measure import constants_of
+from tfbig.planner.measure import constants_of, fit_overhead
 from tfbig.planner.prediction import device_name, measured_of
 from tfbig.planner.question import constants_path, own_constants
 from tfbig.run_folder import read_metrics
@@ -26,7 +26,7 @@ def trained(flags: list[str], folder: Path) -> None:
 
 def write_machine() -> None:
     saw, link = machine(0.5, 0.5, 2e-5), {"bandwidth": 2e9, "latency": 1e-4}
-    constants = constants_of({1: saw}, saw["steps"], link, 8e9)
+    constants = constants_of({1: saw}, fit_overhead(saw["steps"]), link, 8e9)
     Path(constants_path()).write_text(json.dumps(constants))
 
 

@@ -69,7 +69,7 @@ def test_a_measured_machine_can_be_planned_for():
         request_of({"cluster": "here:1"})
     saw = machine(0.8, 0.5, 1e-5)
     link = {"bandwidth": 2e9, "latency": 1e-4}
-    constants = constants_of({1: saw}, saw["steps"], link, 16e9)
+    constants = constants_of({1: saw}, fit_overhead(saw["steps"]), link, 16e9)
     with open(constants_path(), "w") as file:
         json.dump(constants, file)
     shape = SHAPES[1]

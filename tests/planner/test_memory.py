@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from tfbig.config import Config, ModelConfig, replace_fields
+from tfbig.config import Config, ModelConfig, count_parameters, replace_fields
 from tfbig.planner.fused_activations import fused_block_bytes
 from tfbig.planner.memory import (
     MemoryOptions,
     Overhead,
+    RankMemory,
     StateBytes,
     blocks_in_flight,
     peak,
@@ -134,6 +135,36 @@ def test_zero_never_needs_more_memory_at_a_higher_level():
             for level in range(4)
         ]
         assert totals == sorted(totals, reverse=True), precision
+
+
+@pytest.mark.parametrize(
+    ("level", "precision", "resting"),
+    [
+        (0, "float32", (4, 4, 8)),
+        (1, "float32", (4, 4, 8 / 8)),
+        (1, "bfloat16", (2, 4, 12 / 8)),
+        (2, "bfloat16", (2, 4 / 8, 12 / 8)),
+        (3, "float32", (4 / 8, 4 / 8, 8 / 8)),
+        (3, "bfloat16", (4 / 8, 4 / 8, 8 / 8)),
+    ],
+)
+def test_bytes_a_parameter_are_those_of_docs_memory(level, precision, resting):
+    """Slopes over two depths: of a block's kernels and biases, without embeddings and norms."""
+
+    def of(layers: int) -> RankMemory:
+        config = Config(model=ModelConfig(num_layers=layers, embed_dim=512))
+        fields = {"strategy": "horovod", "precision": precision}
+        options = MemoryOptions(sharding_level=level)
+        return predict_memory(replace_fields(config, fields), 8, options)[0]
+
+    few, many = of(8), of(16)
+    count = count_parameters(ModelConfig(num_layers=8, embed_dim=512))
+    count = count_parameters(ModelConfig(num_layers=16, embed_dim=512)) - count
+    found = [
+        (getattr(many, part) - getattr(few, part)) / count
+        for part in ("weights", "gradients", "optimizer")
+    ]
+    assert found == pytest.approx(resting, rel=0.002)
 
 
 def test_recomputation_saves_in_its_order():

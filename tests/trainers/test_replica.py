@@ -10,9 +10,10 @@ import tensorflow as tf
 from tests.distributed.parity_worker import local_batch, make_config
 from tfbig.errors import UserError
 from tfbig.loss_scale import LARGEST
-from trainers.horovod import gradient_reduction
+from trainers import check_strategy
 from trainers.replica import ReplicaTrainer
 from trainers.single import SingleTrainer
+from trainers.validate import gradient_reduction
 
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
 SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.0, "strategy": "single"}
@@ -204,8 +205,9 @@ def test_what_cannot_be_compiled_is_refused():
         return make_config({"fields": {"strategy": "horovod", **fields}}).parallel
 
     assert gradient_reduction(parallel(jit_compile=True)) == "buckets"
+    tape = {"strategy": "horovod", "gradient_reduction": "tape", "jit_compile": True}
     with pytest.raises(UserError, match="inside a compiled function"):
-        gradient_reduction(parallel(jit_compile=True, gradient_reduction="tape"))
+        check_strategy(make_config({"fields": tape}))
 
 
 def test_the_tape_is_the_default_where_it_can_serve_and_refused_elsewhere():
@@ -216,8 +218,10 @@ def test_the_tape_is_the_default_where_it_can_serve_and_refused_elsewhere():
 
     assert reduction() == "tape" and reduction(microbatches=2) == "buckets"
     assert reduction(gradient_reduction="buckets") == "buckets"
+    tape = {"strategy": "horovod", "gradient_reduction": "tape"}
+    check_strategy(make_config({"fields": tape}))
     with pytest.raises(UserError, match="--microbatches=2 makes 2 of them a step: use buckets"):
-        reduction(gradient_reduction="tape", microbatches=2)
+        check_strategy(make_config({"fields": tape | {"microbatches": 2}}))
 
 
 def test_tensor_float_32_is_a_switch():

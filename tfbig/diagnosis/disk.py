@@ -8,8 +8,8 @@ from pathlib import Path
 from tfbig.checkpoint import nearest_folder
 from tfbig.config import RunConfig
 from tfbig.diagnosis.finding import Examined
-from tfbig.planner.economics import checkpoint_bytes
 from tfbig.presets import preset
+from tfbig.variables import checkpoint_bytes
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _SLOW = 50.0  # MiB/s

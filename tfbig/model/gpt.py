@@ -22,7 +22,7 @@ from tfbig.model.layers import Projection, make_norm
 from tfbig.model.recomputation import run_blocks
 from tfbig.model.shared_loss import SharedHead
 from tfbig.model.tensor_split import WHOLE, TensorSplit
-from tfbig.variables import variable_specs
+from tfbig.variables import is_narrow, variable_specs
 
 POLICIES = {
     "float32": "float32",
@@ -175,11 +175,7 @@ class GPT(keras.Model):
 
     def weight_dtype(self, path: str) -> str:
         """Returns the dtype that the layers compute with a weight in."""
-        return (
-            self.compute_dtype
-            if path.endswith(("/kernel", "/bias", "/lora_a", "/lora_b"))
-            else "float32"
-        )
+        return self.compute_dtype if is_narrow(path) else "float32"
 
     def embed(self, tokens: tf.Tensor, context: Context | None = None) -> tf.Tensor:
         """Returns the hidden state (B, T, D) that enters the first block."""

@@ -1,79 +1,56 @@
-"""What would make a layout fit, cheapest first. TensorFlow-free."""
+"""What would make a layout fit, cheapest first; `tfbig plan` and train's start ask it. TF-free."""
 
+import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tfbig.errors import UserError
-from tfbig.planner.layout import Plan, Request, make_plan, trains
+from tfbig.planner.layout import Plan, Request, check_layout, make_plan, sharding_flags
+from tfbig.planner.search import roughly
+from trainers import check_strategy
+
+Fields = Mapping[str, Any]  # of a config
+_TRIED = 24  # of many that fit by the closed formula, the first so many are planned in full
 
 
 @dataclass(frozen=True)
 class Change:
-    """A way to need less memory, and the plan that follows from it."""
+    """A way to need less memory, and the plan that follows from it.
+
+    Args:
+      text: flags of train that differ.
+      plan: of the changed layout.
+    """
 
     text: str
     plan: Plan
 
 
-@dataclass(frozen=True)
-class Edit:
-    """One change of a layout.
-
-    Args:
-      text: as flags of train.
-      fields: of the config.
-      options: of memory.
-    """
-
-    text: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def apply(self, request: Request) -> Request:
-        """Returns the changed request."""
-        return request.with_fields(**self.fields).with_options(**self.options)
-
-
-def edits(request: Request) -> Iterator[Edit]:
+def edits(request: Request) -> Iterator[Fields]:
     """Yields single changes of a layout that need less memory."""
     parallel = request.config.parallel
-    yield from _option_edits(request)
+    levels = [level for level in (1, 2, 3) if level > parallel.sharding_level]
+    if request.data_size > 1:
+        yield from map(sharding_flags, levels)
+    if parallel.activation_checkpointing == "none":
+        yield from ({"activation_checkpointing": kind} for kind in ("attention", "block"))
+    if parallel.sharding_level and not parallel.offload_optimizer_state:
+        yield {"offload_optimizer_state": True}
     if parallel.attention == "plain" and request.software.attention == "own":
-        yield Edit("--attention=blockwise", {"attention": "blockwise"})
-    if parallel.precision == "float32":
-        yield Edit("--precision=bfloat16", {"precision": "bfloat16"})
+        yield {"attention": "blockwise"}
+    if parallel.precision == "float32" and "bfloat16" in request.cluster.device.peak:
+        yield {"precision": "bfloat16"}
     if not parallel.sequence_parallel and parallel.tensor_parallel_degree > 1:
-        yield Edit("--sequence_parallel", {"sequence_parallel": True})
+        yield {"sequence_parallel": True}
     for factor in (2, 4, 8, 16, 32, 64):
         if request.microbatch_size % factor == 0:
-            count = parallel.microbatches * factor
-            yield Edit(f"--microbatches={count}", {"microbatches": count})
+            yield {"microbatches": parallel.microbatches * factor}
     yield from _degree_edits(request)
 
 
-def _option_edits(request: Request) -> Iterator[Edit]:
-    options = request.options
-
-    def allowed(option: str) -> bool:
-        return request.software.name != "tfbig" or trains(option)
-
-    levels = ("shard_optimizer_state", "shard_gradients", "shard_parameters")
-    for level, flag in enumerate(levels, start=1):
-        fits_pipeline = level == 1 or request.config.parallel.pipeline_parallel_degree == 1
-        if level > options.sharding_level and fits_pipeline and allowed(flag):
-            yield Edit(f"--{flag}", options={"sharding_level": level})
-    if options.activation_checkpointing == "none" and allowed("activation_checkpointing"):
-        for kind in ("attention", "block"):
-            yield Edit(
-                f"--activation_checkpointing={kind}", options={"activation_checkpointing": kind}
-            )
-    if not options.offload_optimizer_state and allowed("offload_optimizer_state"):
-        yield Edit("--offload_optimizer_state", options={"offload_optimizer_state": True})
-
-
-def _degree_edits(request: Request) -> Iterator[Edit]:
+def _degree_edits(request: Request) -> Iterator[Fields]:
     """Yields larger tensor and pipeline degrees; microbatches keep their size."""
     parallel, rows = request.config.parallel, request.microbatch_size
     for factor, axis in itertools.product((2, 4, 8, 16), ("tensor", "pipeline")):
@@ -82,57 +59,94 @@ def _degree_edits(request: Request) -> Iterator[Edit]:
         data = request.data_size // factor
         if too_wide or data < 1 or request.config.run.global_batch % (data * rows):
             continue
-        values = {
+        yield {
             "strategy": "pipeline",
             f"{axis}_parallel_degree": degree,
             "microbatches": request.config.run.global_batch // data // rows,
             "partition": "",
         }
-        yield Edit(f"--{axis}_parallel_degree={degree}", values)
 
 
 def cheapest_changes(request: Request, count: int = 3) -> list[Change]:
-    """Returns the changes after which the layout fits, by step time; pairs where none does alone.
+    """Returns the changes after which the layout fits, by step time.
+
+    Pairs of changes are tried where too few do alone, and then triples.
 
     Args:
       request: a layout that doesn't fit.
       count: how many to return at most.
     """
-    single = list(edits(request))
-    found = _fitting((edit.text, edit.apply(request)) for edit in single)
-    if len(found) < count:
-        pairs = itertools.combinations(single, 2)
-        found += _fitting(
-            (f"{one.text} {two.text}", two.apply(one.apply(request))) for one, two in pairs
+    single, device = list(edits(request)), request.cluster.device
+    found: list[tuple[frozenset[int], Change]] = []
+    for size in (1, 2, 3):
+        tried = 0
+        for chosen in itertools.combinations(range(len(single)), size):
+            # What fits with fewer changes is no news with more.
+            if any(known <= set(chosen) for known, _ in found) or tried == _TRIED:
+                continue
+            changed = _apply(request, [single[index] for index in chosen])
+            if changed is None or roughly(changed) > 1.1 * device.memory_bytes:
+                continue
+            tried += 1
+            plan = make_plan(changed, check=False)
+            if plan.fits:
+                found.append((frozenset(chosen), Change(difference(request, changed), plan)))
+        if len(found) >= count:
+            break
+    return sorted((change for _, change in found), key=lambda c: c.plan.step.total)[:count]
+
+
+def _apply(request: Request, chosen: Sequence[Fields]) -> Request | None:
+    """Returns the changed request; None where two changes meet or train would refuse it."""
+    names = [name for fields in chosen for name in fields]
+    if len(names) > len(set(names)):
+        return None
+    changed = request.with_parallel(**{k: v for fields in chosen for k, v in fields.items()})
+    try:
+        check_strategy(changed.config)
+        check_layout(changed)
+    except UserError:
+        return None
+    return changed
+
+
+def difference(before: Request, after: Request) -> str:
+    """Returns the flags in which two layouts differ; flags that others imply are left out."""
+    old, new = before.config.parallel, after.config.parallel
+    flags = []
+    for item in dataclasses.fields(new):
+        value = getattr(new, item.name)
+        if value != getattr(old, item.name):
+            flags.append(f"--{item.name}" if value is True else f"--{item.name}={value}")
+    implied = sharding_flags(new.sharding_level - 1)
+    return " ".join(flag for flag in flags if not implied.get(flag.removeprefix("--")))
+
+
+def advice(request: Request, with_seconds: bool = True) -> str:
+    """Returns, in a sentence, what would make a layout fit that doesn't.
+
+    Args:
+      request: the layout.
+      with_seconds: whether the step times are told.
+    """
+    changes = cheapest_changes(request)
+    if not changes:
+        return (
+            "No three changes of flags make it fit: take more devices, or a smaller model"
+            " (`tfbig plan --best` searches all layouts)."
         )
-    # A pair is no news beside a change that does alone.
-    alone = {change.text for change in found if " " not in change.text}
-    found = [c for c in found if " " not in c.text or not alone & set(c.text.split())]
-    return sorted(found, key=lambda change: change.plan.step.total)[:count]
-
-
-def _fitting(candidates: Iterable[tuple[str, Request]]) -> list[Change]:
-    changes = []
-    for text, request in candidates:
-        try:
-            plan = make_plan(request)
-        except UserError:
-            continue  # train would refuse it
-        if plan.fits:
-            changes.append(Change(text, plan))
-    return changes
+    texts = [
+        f"{c.text} ({c.plan.step.total:,.2f} s a step)" if with_seconds else c.text for c in changes
+    ]
+    return f"What would make it fit, cheapest first: {'; '.join(texts)}."
 
 
 def shortfall(plan: Plan) -> str:
     """Returns one line: what a layout needs, what there is, and what would make it fit."""
     device = plan.request.cluster.device
     missing = plan.peak_bytes - device.memory_bytes
-    line = (
+    return (
         f"it needs {plan.peak_bytes / 1e9:,.1f} GB on its fullest rank, and {device.name} has"
         f" {device.memory_bytes / 1e9:,.1f} GB: {missing / 1e9:,.1f} GB short."
+        f" {advice(plan.request)}"
     )
-    changes = cheapest_changes(plan.request)
-    if not changes:
-        return f"{line} No single change or pair of changes makes it fit; --best searches all."
-    texts = [f"{c.text} ({c.plan.step.total:,.2f} s a step)" for c in changes]
-    return f"{line} What would make it fit, cheapest first: {'; '.join(texts)}."

@@ -9,10 +9,9 @@ from typing import Any
 
 from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
-from tfbig.planner.closed_form import rough_memory
 from tfbig.planner.layout import Plan, Request, make_plan
 from tfbig.planner.report import layout_line
-from tfbig.planner.search import candidates, layouts, memory_options
+from tfbig.planner.search import candidates, layouts, lean_bytes
 
 MOST_DEVICES = 16_384
 _TRIED = 5  # layouts simulated a point
@@ -70,15 +69,8 @@ def _point(request: Request) -> Point:
         if plan.fits:
             plans.append(plan)
     best = min(plans, key=lambda plan: plan.step.total, default=None)
-    overhead = request.software.overhead(request.cluster)
-    leanest = (list(memory_options(layout))[-1] for layout in layouts(request))
-    least = min(
-        (
-            rough_memory(option.config, option.data_size, option.options, overhead)
-            for option in leanest
-        ),
-        default=float("inf"),
-    )
+    lean = (need for layout in layouts(request) for need in lean_bytes(layout))
+    least = min(lean, default=float("inf"))
     return Point(request.cluster.num_devices, best, least)
 
 

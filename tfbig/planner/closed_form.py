@@ -4,6 +4,7 @@ Stages are taken as equal, and the schedule by its formula; `make_plan` follows 
 and the operations that train would run.
 """
 
+import functools
 import math
 
 from tfbig.config import Config
@@ -13,8 +14,9 @@ from tfbig.planner.memory import Accounting, MemoryOptions, Overhead
 from tfbig.planner.network import Line
 from tfbig.planner.software import Software
 from trainers.activations import COMPUTE_BYTES, group_size
-from trainers.partition import Partition, Stage, rank_parameters
+from trainers.partition import Stage
 from trainers.pipeline_schedule import bubble_fraction
+from trainers.state_bytes import rank_counts
 from trainers.validate import num_chunks
 
 Lines = tuple[Line, Line, Line]  # of the data axis, the tensor axis, and a pair of pipeline ranks
@@ -30,6 +32,9 @@ def rough_memory(
     rows = max(1, config.run.global_batch // (data_size * parallel.microbatches))
     accounting = Accounting(config, data_size, rows, options, overhead)
     blocks = math.ceil(model.num_layers / ranks)
+    count = functools.partial(
+        rank_counts, model, tuple(config.optimizer.freeze), parallel.tensor_parallel_degree
+    )
     most = 0.0
     for place in {0, ranks - 1}:
         in_flight: float = min(parallel.microbatches, ranks - place)
@@ -37,17 +42,16 @@ def rough_memory(
             warm = 2 * (ranks - 1 - place) + (chunks - 1) * ranks + 1
             in_flight = min(parallel.microbatches, warm / chunks)
         is_first, is_last = place == 0, place == ranks - 1
-        parameters = blocks * accounting.block_parameters
-        parameters += rank_parameters(
-            model, parallel.tensor_parallel_degree, (0, 0), is_first, is_last
-        )
+        first = 0 if is_first else model.num_layers - blocks
+        counts = count((0, 0), is_first, is_last)
+        if config.optimizer.freeze:
+            counts = count((first, first + blocks), is_first, is_last)
+        else:
+            counts = counts.plus(count((0, 1), False, False), blocks)
         held = math.ceil(blocks * in_flight)  # as one microbatch of so many blocks
-        stage = Stage((0, held), place, parameters, 0.0, 0.0, 0.0, 1)
+        stage = Stage((0, held), place, counts.total, 0.0, 0.0, 0.0, 1)
         index = ranks * chunks - 1 if is_last else 0
-        stages = [stage] if index == 0 else [Stage((0, 0), -1, 0, 0.0, 0.0, 0.0, 0)] * index
-        if index:
-            stages.append(stage)
-        most = max(most, accounting.rank(place, Partition(tuple(stages))).total)
+        most = max(most, accounting.parts(counts, [(index, stage)]).total)
     return most
 
 
@@ -112,7 +116,6 @@ def _state_seconds(
     data: Line,
 ) -> float:
     """Returns the seconds of gradients' and weights' collectives, and of the update."""
-    element = COMPUTE_BYTES[config.parallel.precision]
     level = options.sharding_level
     state = options.state or software.state(config, level)
     share = data.size if level else 1
@@ -123,10 +126,10 @@ def _state_seconds(
     if data.size == 1:
         return update
     if level == 0:
-        return update + data.all_reduce(parameters * software.wire)
+        return update + data.all_reduce(parameters * state.summed)
     gather, scatter = (
-        data.all_gather(parameters * element),
-        data.all_gather(parameters * software.wire),
+        data.all_gather(parameters * state.gathered),
+        data.all_gather(parameters * state.summed),
     )
     if level < 3:
         return update + gather + scatter

@@ -30,6 +30,8 @@ class Device:
       bandwidth: share of memory_bandwidth that streaming operations reach.
       flash: share of the peak that fused attention reaches, by generation of kernel.
       kernel_seconds: fixed time of an operation.
+      host_bandwidth: bytes/s to host memory, one way; 0 where that is the device's memory.
+      host_memory_bandwidth: bytes/s that operations of the node's host read and write.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Device:
     bandwidth: float
     flash: Mapping[str, float]
     kernel_seconds: float = 0.0
+    host_bandwidth: float = 0.0
+    host_memory_bandwidth: float = 0.0
 
     def peak_flops(self, precision: str) -> float:
         """Returns dense FLOP/s.
@@ -149,7 +153,7 @@ def make_device(constants: Mapping[str, Any], name: str) -> Device:
             f"{', '.join(devices)}."
         )
     row = devices[name]
-    efficiency = constants["efficiencies"][row["efficiency"]]
+    efficiency, host = constants["efficiencies"][row["efficiency"]], constants["host"]
     return Device(
         name=name,
         peak=_capped(row),
@@ -162,6 +166,8 @@ def make_device(constants: Mapping[str, Any], name: str) -> Device:
         bandwidth=efficiency["bandwidth"],
         flash={k: v for k, v in efficiency.items() if k.startswith("flash")},
         kernel_seconds=row.get("kernel_seconds", constants["overhead"]["kernel_seconds"]),
+        host_bandwidth=row.get("host_bandwidth", 0.0) * host["link_fraction"],
+        host_memory_bandwidth=host["memory_bytes_per_second_per_node"] * host["memory_fraction"],
     )
 
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfbig.config import Config, count_parameters
+from tfbig.config import Config
 from tfbig.planner.cluster import Cluster
 from tfbig.planner.flops import tokens_per_step
+from tfbig.variables import checkpoint_bytes
 
 _DAY = 86_400.0
 
@@ -43,13 +44,6 @@ class Economics:
     dollars: float
     megawatt_hours: float
     tonnes_co2e: float
-
-
-def checkpoint_bytes(config: Config) -> float:
-    """Returns the bytes of a checkpoint: float32 weights, slots and averages."""
-    numbers = 1 + (2 if config.optimizer.optimizer == "adamw" else 0)
-    numbers += 1 if config.optimizer.ema_decay > 0 else 0
-    return 4.0 * numbers * count_parameters(config.model)
 
 
 def economics(

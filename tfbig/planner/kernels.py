@@ -16,6 +16,7 @@ from tfbig.planner.cluster import Device
 from tfbig.planner.software import Software
 from tfbig.variables import part_of
 from trainers.activations import COMPUTE_BYTES, group_size, is_blockwise
+from trainers.state_bytes import rank_counts
 
 # Tiles (rows, columns) of an output that a processor computes, and their speed against the
 # largest: NVIDIA, Matrix Multiplication Background User's Guide, 2023, section 3 (figure 4).
@@ -110,6 +111,9 @@ class Kernels:
         self._heads = model.num_heads / self._tensor
         self._attention = model.num_heads * model.attention_head_dim / self._tensor
         self._wide = model.hidden_dim / self._tensor
+        counts = rank_counts(model, tuple(config.optimizer.freeze), 1, (0, 1), False, False)
+        # Of a frozen weight there is no gradient; under adapters all kernels are frozen.
+        self._trained = 0.0 if model.lora_rank else counts.trained / counts.total
 
     def matmul(self, rows: float, columns: float, depth: float, count: float = 1.0) -> float:
         """Returns the seconds of `count` products (rows, depth) x (depth, columns)."""
@@ -143,10 +147,14 @@ class Kernels:
             (self._wide, width),
             (width, self._wide),
         )
+        rank = self._config.model.lora_rank
+        narrow = [(rank, depth) for _, depth in shapes] + [(columns, rank) for columns, _ in shapes]
+        adapters = sum(self.matmul(tokens, *shape) for shape in narrow) if rank else 0.0
         if count_of_passes == 1:
-            return sum(self.matmul(tokens, columns, depth) for columns, depth in shapes)
+            return adapters + sum(self.matmul(tokens, columns, depth) for columns, depth in shapes)
         inputs = sum(self.matmul(tokens, depth, columns) for columns, depth in shapes)
-        return inputs + sum(self.matmul(depth, columns, tokens) for columns, depth in shapes)
+        weights = sum(self.matmul(depth, columns, tokens) for columns, depth in shapes)
+        return inputs + self._trained * weights + 2 * adapters
 
     def _elementwise(self, direction: int) -> float:
         """Returns the seconds of norms, residuals, activation; direction 0 forward, 1 backward."""
@@ -199,10 +207,10 @@ class Kernels:
         attend = self._attend(0)
         forward = self._linear(1) + self._elementwise(0) + attend
         backward = self._linear(2) + self._elementwise(1) + self._attend(1)
-        flops = 3 * (self.linear_flops() + self.attention_flops())
+        flops = (2 + self._trained) * self.linear_flops() + 3 * self.attention_flops()
         again = 0.0
         if group_size(self._recompute):
-            again, flops = forward, flops * 4 / 3
+            again, flops = forward, flops + self.linear_flops() + self.attention_flops()
         elif self._recompute == "attention":
             again, flops = attend, flops + self.attention_flops()
         elif self._software.repeats_products:

@@ -11,14 +11,17 @@ from tfbig.planner.cluster import Cluster
 from tfbig.planner.economics import Economics, economics
 from tfbig.planner.flops import conventions, tokens_per_step
 from tfbig.planner.memory import MemoryOptions, RankMemory, peak, predict_memory
-from tfbig.planner.plan_config import PlannedOptions
 from tfbig.planner.software import Software
 from tfbig.planner.step_time import StepModel, StepTime
+from tfbig.schedule import batch_sizes
 from tfbig.validation import validate
 from trainers import check_strategy
 from trainers.mesh import make_mesh
-from trainers.partition import Partition, choose_partition
+from trainers.partition import Partition, check_stages_train, choose_partition
 from trainers.validate import derive_microbatch_size
+
+# Strategies that don't start as many processes as a cluster takes.
+_ONE_DEVICE, _ONE_PROCESS = ("single",), ("mirrored",)
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,6 @@ class Request:
     Args:
       config: of the run, its layout included.
       cluster: that runs it.
-      options: of memory.
       software: that runs it.
       tokens: to train on.
       constants: of `load_constants`.
@@ -36,7 +38,6 @@ class Request:
 
     config: Config
     cluster: Cluster
-    options: MemoryOptions
     software: Software
     tokens: float
     constants: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
@@ -53,17 +54,29 @@ class Request:
         """Sequences of one forward pass."""
         return self.config.run.global_batch // (self.data_size * self.config.parallel.microbatches)
 
+    @property
+    def options(self) -> MemoryOptions:
+        """What the run does to need less memory, with its program's kernels and numbers."""
+        return self.software.memory_options(self.config)
+
     def with_fields(self, **values: object) -> "Request":
         """Returns the request with other fields of its config."""
         return dataclasses.replace(self, config=replace_fields(self.config, values))
 
-    def with_options(self, **values: Any) -> "Request":
-        """Returns the request with other memory options; bytes a parameter follow."""
-        options = dataclasses.replace(self.options, **values)
-        state = None
-        if self.software.optimizer is not None:
-            state = self.software.state(self.config, options.sharding_level)
-        return dataclasses.replace(self, options=dataclasses.replace(options, state=state))
+    def with_parallel(self, **values: Any) -> "Request":
+        """Returns the request with other fields of its config's parallel section."""
+        parallel = dataclasses.replace(self.config.parallel, **values)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, parallel=parallel))
+
+
+def sharding_flags(level: int) -> dict[str, bool]:
+    """Returns the flags of a level of ZeRO.
+
+    >>> sharding_flags(2)
+    {'shard_optimizer_state': True, 'shard_gradients': True, 'shard_parameters': False}
+    """
+    names = ("shard_optimizer_state", "shard_gradients", "shard_parameters")
+    return {name: level >= stage for stage, name in enumerate(names, start=1)}
 
 
 @dataclass(frozen=True)
@@ -107,58 +120,50 @@ class Plan:
         return flops / self.step.total / cluster.num_devices / peak_flops
 
 
-def trains(option: str) -> bool:
-    """Returns whether this version's train has a flag of that name."""
-    sections = (item.default_factory for item in dataclasses.fields(Config))
-    return any(
-        option in {field.name for field in dataclasses.fields(section)}  # type: ignore[arg-type]
-        for section in sections
-    )
-
-
 def check_layout(request: Request) -> None:
     """Checks that train would accept the layout, by train's own checks.
 
     Raises:
-      UserError: as train would, or that train has no such option.
+      UserError: as train would.
     """
     config, parallel = request.config, request.config.parallel
     validate(config)
     check_strategy(config)
+    check_devices(config, request.cluster)
     make_mesh(
         request.cluster.num_devices,
         parallel.pipeline_parallel_degree,
         parallel.tensor_parallel_degree,
         parallel.placement_strategy,
     )
-    derive_microbatch_size(config.run.global_batch, request.data_size, parallel.microbatches)
-    level = request.options.sharding_level
-    if level >= 2 and parallel.pipeline_parallel_degree > 1:
-        flag = "shard_gradients" if level == 2 else "shard_parameters"
+    for global_batch in batch_sizes(config.run):
+        derive_microbatch_size(global_batch, request.data_size, parallel.microbatches)
+
+
+def check_devices(config: Config, cluster: Cluster) -> None:
+    """Checks that a strategy can use all devices of a cluster.
+
+    Raises:
+      UserError: it drives one device, or those of one host, and there are more.
+    """
+    strategy, devices = config.parallel.strategy, cluster.num_devices
+    if strategy in _ONE_DEVICE and devices > 1:
         raise UserError(
-            f"--{flag} needs --pipeline_parallel_degree=1, not {parallel.pipeline_parallel_degree}:"
-            " a pipeline adds up gradients over its microbatches; --shard_optimizer_state serves."
+            f"--strategy={strategy} drives one device, and {cluster.name} has {devices}: take"
+            " --strategy=horovod, or pipeline."
         )
-    if request.software.name == "tfbig":
-        _check_options(request.options)
-
-
-def _check_options(options: MemoryOptions) -> None:
-    asked = {
-        "shard_optimizer_state": options.sharding_level >= 1,
-        "shard_gradients": options.sharding_level >= 2,
-        "shard_parameters": options.sharding_level >= 3,
-        "activation_checkpointing": options.activation_checkpointing != "none",
-        "offload_activations": options.offload_activations,
-        "offload_optimizer_state": options.offload_optimizer_state,
-    }
-    assert set(asked) <= {field.name for field in dataclasses.fields(PlannedOptions)}
-    for option, is_on in asked.items():
-        if is_on and not trains(option):
-            raise UserError(
-                f"--{option}: this version's train has no such option. Leave it out, or plan"
-                " another program, e.g. --software=megatron-bf16."
-            )
+    if strategy in _ONE_PROCESS and cluster.num_nodes > 1:
+        raise UserError(
+            f"--strategy={strategy} drives the devices of one host, and {cluster.name} has"
+            f" {cluster.num_nodes} nodes: take --strategy=horovod, multi_worker or pipeline."
+        )
+    asked = config.parallel.num_devices
+    processes = 1 if strategy in _ONE_PROCESS else devices // max(1, asked)
+    if asked and processes * asked != devices:
+        raise UserError(
+            f"--num_devices={asked}: processes of so many devices do not make up the {devices} of"
+            f" {cluster.name}: leave it out, or plan for as many as are used."
+        )
 
 
 def make_plan(request: Request, check: bool = True) -> Plan:
@@ -170,8 +175,10 @@ def make_plan(request: Request, check: bool = True) -> Plan:
     if check:
         check_layout(request)
     config, options = request.config, request.options
-    recompute = options.activation_checkpointing
-    partition = choose_partition(config, request.microbatch_size, recompute)
+    partition = choose_partition(
+        config, request.microbatch_size, options.activation_checkpointing, request.data_size
+    )
+    check_stages_train(config, partition)
     overhead = request.software.overhead(request.cluster)
     memory = predict_memory(config, request.data_size, options, overhead, partition)
     step = StepModel(config, request.cluster, options, request.software, partition).predict()

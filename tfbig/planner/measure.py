@@ -11,10 +11,12 @@ import math
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ import psutil
 from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
 from tfbig.planner.cluster import Device, load_constants, make_cluster
-from tfbig.planner.measure_steps import MEMORY_SHAPES, SHAPES, STEPS, config_of
+from tfbig.planner.measure_steps import MEMORY_SHAPES, PAIR_SHAPE, SHAPES, STEPS, config_of
 from tfbig.planner.memory import MemoryOptions, Overhead, peak, predict_memory
 from tfbig.planner.question import constants_path
 from tfbig.planner.software import SOFTWARE
@@ -33,26 +35,21 @@ from trainers.partition import choose_partition
 
 _PATIENCE = 1200.0  # seconds for one process; on an idle machine it needs half a minute
 _LINK = "tfbig.planner.measure_link"
+MOST_COPIES = 8  # processes that are measured beside each other
+QUICK_SHAPES = 3
 
 
-def measure_to(path: str = "") -> int:
+def measure_to(path: str = "", quick: bool = False) -> int:
     """Measures this machine, writes its constants and prints them; returns an exit code.
 
     Args:
       path: JSON file to write; "" means where `tfbig plan` and train look for it.
+      quick: fewer shapes, and of one process only.
 
     Raises:
       UserError: a measuring process failed, or the file cannot be written.
     """
-    cores = len(os.sched_getaffinity(0))
-    measured = {}
-    for threads in sorted({1, cores}):
-        print(f"measuring training steps on {threads} thread(s)", flush=True)
-        measured[threads] = run_shapes(SHAPES, threads)[0]
-    print("measuring memory", flush=True)
-    memory = [run_shapes([shape], cores, steps=2)[0]["steps"][0] for shape in MEMORY_SHAPES]
-    print("measuring the link between two processes", flush=True)
-    constants = constants_of(measured, memory, measure_link(), psutil.virtual_memory().total)
+    constants = measured_constants(quick)
     target = Path(path or constants_path())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +68,70 @@ def measure_to(path: str = "") -> int:
     return 0
 
 
+def measured_constants(quick: bool = False) -> dict[str, Any]:
+    """Returns devices and efficiencies of this machine, ready for JSON."""
+    cores, began = len(os.sched_getaffinity(0)), time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"{time.perf_counter() - began:6.1f} s: measuring {what}", flush=True)
+
+    shapes, measured = SHAPES[:QUICK_SHAPES] if quick else SHAPES, {}
+    for threads in [cores] if quick else sorted({1, cores}):
+        # As many as will run beside each other: they share caches, memory and clock.
+        copies = min(MOST_COPIES, cores // threads)
+        say(f"training steps on {threads} thread(s) of {copies} process(es)")
+        measured[threads] = together_of(run_copies(shapes, threads, copies))
+    say("memory")
+    memory = run_apart(MEMORY_SHAPES, cores)
+    overhead = fit_overhead(memory)
+    link = {"bandwidth": 1e9, "latency": 2e-4}  # a plain guess, without Horovod
+    if not quick and _horovodrun():
+        say("the link between two processes")
+        link = _run([_horovodrun(), "-np", "2", sys.executable, "-m", _LINK])[0]
+        say("memory of two processes")
+        shape = {**PAIR_SHAPE, "fields": {**PAIR_SHAPE["fields"], "strategy": "horovod"}}
+        ranks = run_shapes([shape], max(1, cores // 2), 2, steps=2)
+        seen = max(rank["steps"][0]["peak_bytes"] for rank in ranks)
+        overhead = with_communicator(overhead, shape, seen)
+    return constants_of(measured, overhead, link, psutil.virtual_memory().total)
+
+
+def run_copies(
+    shapes: Sequence[Mapping[str, Any]], threads: int, copies: int
+) -> list[dict[str, Any]]:
+    """Returns what each of some processes saw of all shapes, all of them at work at once."""
+    worker = _worker(threads, shapes, STEPS, with_machine=True)
+    with ThreadPoolExecutor(copies) as pool:
+        return [answer for [answer] in pool.map(_run, [worker] * copies)]
+
+
+def run_apart(shapes: Sequence[Mapping[str, Any]], cores: int) -> list[dict[str, Any]]:
+    """Returns what a process of its own saw of each shape; as many at a time as there are cores."""
+    workers = [_worker(1, [shape], 2) for shape in shapes]
+    with ThreadPoolExecutor(min(cores, MOST_COPIES)) as pool:
+        return [answer["steps"][0] for [answer] in pool.map(_run, workers)]
+
+
+def together_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the mean of what processes saw that worked beside each other."""
+
+    def mean(values: Sequence[float]) -> float:
+        return statistics.fmean(values)
+
+    rows = zip(*(answer["steps"] for answer in answers), strict=True)
+    steps = [{**row[0], "seconds": mean([one["seconds"] for one in row])} for row in rows]
+    names = ("matrix_flops", "stream_bytes")
+    return {name: mean([a[name] for a in answers]) for name in names} | {"steps": steps}
+
+
+def _worker(
+    threads: int, shapes: Sequence[Mapping[str, Any]], steps: int, with_machine: bool = False
+) -> list[str]:
+    command = [sys.executable, "-m", "tfbig.planner.measure_steps"]
+    command += [str(threads), json.dumps(list(shapes)), str(steps)]
+    return [*command, "machine"] if with_machine else command
+
+
 def run_shapes(
     shapes: Sequence[Mapping[str, Any]], threads: int, num_processes: int = 1, steps: int = STEPS
 ) -> list[dict[str, Any]]:
@@ -82,8 +143,7 @@ def run_shapes(
       num_processes: more than one run under horovodrun.
       steps: of each shape, after a first one.
     """
-    worker = [sys.executable, "-m", "tfbig.planner.measure_steps"]
-    worker += [str(threads), json.dumps(list(shapes)), str(steps)]
+    worker = _worker(threads, shapes, steps)
     if num_processes > 1:
         worker = [_horovodrun(), "-np", str(num_processes), *worker]
     answers = _run(worker)
@@ -115,20 +175,9 @@ def _run(command: Sequence[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def measure_link() -> dict[str, float]:
-    """Returns bandwidth and latency of an all-reduce between two processes.
-
-    Without Horovod, the plain guess of 1 GB/s and 0.2 ms.
-    """
-    launcher = _horovodrun()
-    if not launcher:
-        return {"bandwidth": 1e9, "latency": 2e-4}
-    return _run([launcher, "-np", "2", sys.executable, "-m", _LINK])[0]
-
-
 def constants_of(
     measured: Mapping[int, Mapping[str, Any]],
-    memory: Sequence[Mapping[str, Any]],
+    overhead: Overhead,
     link: Mapping[str, float],
     memory_bytes: float,
 ) -> dict[str, Any]:
@@ -136,12 +185,11 @@ def constants_of(
 
     Args:
       measured: by threads, what tfbig/planner/measure_steps.py printed.
-      memory: shapes with peak_bytes, each of a process of its own.
-      link: of `measure_link`.
+      overhead: of a process.
+      link: bandwidth and latency of an all-reduce between two processes.
       memory_bytes: of the machine.
     """
     devices, efficiencies = {}, {}
-    overhead = fit_overhead(memory)
     when = time.strftime("%Y-%m-%d", time.gmtime())
     for threads, saw in measured.items():
         name = f"here-{threads}"
@@ -275,3 +323,18 @@ def fit_overhead(rows: Sequence[Mapping[str, Any]]) -> Overhead:
     slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(tensors, peaks, strict=True)) / spread
     slope = max(1.0, slope)
     return Overhead(context=mean_y - slope * mean_x, communicator=2e7, allocator=slope - 1)
+
+
+def with_communicator(overhead: Overhead, shape: Mapping[str, Any], peak_bytes: float) -> Overhead:
+    """Returns the overhead with a communicator's bytes, from one of two processes' memory.
+
+    Args:
+      overhead: of a process alone.
+      shape: that both trained.
+      peak_bytes: of either.
+    """
+    without = dataclasses.replace(overhead, communicator=0.0)
+    predicted = peak(predict_memory(config_of(shape, 1), 2, overhead=without)).total
+    groups = 2  # the world and the data axis
+    each = (peak_bytes - predicted) / groups / (1 + overhead.allocator)
+    return dataclasses.replace(overhead, communicator=max(0.0, each))

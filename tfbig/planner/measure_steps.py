@@ -1,8 +1,9 @@
 """Runs in a process of its own: times and memory of a few small training steps, as JSON.
 
-usage: python -m tfbig.planner.measure_steps NUM_THREADS [SHAPES [STEPS]]
+usage: python -m tfbig.planner.measure_steps NUM_THREADS SHAPES STEPS [machine]
 
 SHAPES is a JSON list of {"model", "fields"}; under horovodrun each process prints its own line.
+"machine" measures what products and streaming reach, too.
 """
 
 import gc
@@ -29,10 +30,10 @@ SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
     }
     for width, layers, heads, length, vocabulary, rows in (
         (128, 2, 4, 128, 2048, 8),
-        (256, 2, 4, 128, 4096, 8),
-        (256, 4, 8, 256, 1024, 4),
-        (384, 2, 6, 64, 8192, 16),
-        (128, 6, 4, 256, 512, 2),
+        (384, 1, 6, 64, 8192, 16),
+        (256, 2, 8, 256, 1024, 4),
+        (256, 1, 4, 128, 4096, 8),
+        (128, 4, 4, 256, 512, 2),
         (512, 2, 8, 128, 1024, 8),
     )
 )
@@ -49,8 +50,10 @@ MEMORY_SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
         },
         "fields": {"sequence_length": length, "global_batch": rows},
     }
-    for width, layers, length, rows in ((128, 2, 64, 2), (1024, 4, 64, 1), (128, 8, 512, 4))
+    for width, layers, length, rows in ((128, 2, 64, 2), (1024, 2, 64, 1), (128, 4, 512, 8))
 )
+# Of two processes: their memory beyond a lone one's is communication's own.
+PAIR_SHAPE = MEMORY_SHAPES[0]
 STEPS = 5
 
 
@@ -153,8 +156,8 @@ def main(arguments: Sequence[str]) -> None:
 
     quiet_tensorflow()
     num_threads = int(arguments[0])
-    shapes = json.loads(arguments[1]) if len(arguments) > 1 else SHAPES
-    steps = int(arguments[2]) if len(arguments) > 2 else STEPS
+    shapes, steps = json.loads(arguments[1]), int(arguments[2])
+    with_machine = arguments[3:] == ["machine"]
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(num_threads)
@@ -166,8 +169,8 @@ def main(arguments: Sequence[str]) -> None:
     answer = {
         "num_threads": num_threads,
         "imported_bytes": base,
-        "matrix_flops": matrix_flops() if len(arguments) < 2 else 0.0,
-        "stream_bytes": stream_bytes() if len(arguments) < 2 else 0.0,
+        "matrix_flops": matrix_flops() if with_machine else 0.0,
+        "stream_bytes": stream_bytes() if with_machine else 0.0,
         "steps": rows,
     }
     print(json.dumps(answer))

@@ -5,7 +5,7 @@ Sharded state follows ZeRO (arXiv 1910.02054): optimizer state over the data axi
 gradients from 2, weights from 3.
 """
 
-import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,27 +25,13 @@ from trainers.activations import (
     is_blockwise,
     own_vocabulary,
 )
-from trainers.partition import Partition, Stage, choose_partition, rank_parameters
+from trainers.partition import Partition, Stage, choose_partition, counts_of
 from trainers.pipeline_schedule import all_orders
-from trainers.validate import num_chunks
+from trainers.state_bytes import HAVE_TOTALS, Counts, StateBytes, own_state, rank_counts
+from trainers.validate import gradient_reduction, num_chunks
 
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes that a trained parameter takes.
-
-    Args:
-      weight: what passes read; sharded at ZeRO level 3.
-      gradient: summed over a step's microbatches; sharded from level 2 on.
-      optimizer: slots, averages and a master copy; sharded from level 1 on.
-      passing: a microbatch's gradient before it is added; never sharded, but of one block only
-        where gradients are.
-    """
-
-    weight: float
-    gradient: float
-    optimizer: float
-    passing: float = 0.0
+FUSION_BYTES = 128 << 20  # as trainers/collectives.py sets HOROVOD_FUSION_THRESHOLD
+Stages = Sequence[tuple[int, Stage]]  # of a pipeline rank, with their numbers
 
 
 @dataclass(frozen=True)
@@ -89,19 +75,14 @@ class MemoryOptions:
 
     @classmethod
     def of(cls, config: Config) -> "MemoryOptions":
-        """Returns the options of a run; those that this version's training lacks are off."""
-
-        def flag(name: str, default: object) -> object:
-            sections = (getattr(config, item.name) for item in dataclasses.fields(config))
-            return next((getattr(s, name) for s in sections if hasattr(s, name)), default)
-
-        levels = ("shard_optimizer_state", "shard_gradients", "shard_parameters")
-        level = max((i + 1 for i, name in enumerate(levels) if flag(name, False)), default=0)
+        """Returns the options of a run of our own program."""
+        parallel = config.parallel
         return cls(
-            sharding_level=level,  # type: ignore[arg-type]
-            activation_checkpointing=str(flag("activation_checkpointing", "none")),
-            offload_activations=bool(flag("offload_activations", False)),
-            offload_optimizer_state=bool(flag("offload_optimizer_state", False)),
+            sharding_level=parallel.sharding_level,  # type: ignore[arg-type]
+            activation_checkpointing=parallel.activation_checkpointing,
+            offload_activations=parallel.offload_activations,
+            offload_optimizer_state=parallel.offload_optimizer_state,
+            layers_loaded=max(1, parallel.activation_loading_horizon),
         )
 
 
@@ -136,21 +117,6 @@ class RankMemory:
         """Bytes on the device."""
         tensors = self.weights + self.gradients + self.optimizer + self.activations
         return tensors + self.logits + self.buffers + self.workspace + self.context
-
-
-def our_state_bytes(config: Config, sharding_level: int) -> StateBytes:
-    """Returns the bytes a parameter takes in our own trainers.
-
-    Unsharded, variables are float32 and passes read a copy in the compute dtype; sharded, passes
-    read weights in the compute dtype, whose master copy is part of the sharded state.
-    """
-    element = COMPUTE_BYTES[config.parallel.precision]
-    slots = 8.0 if config.optimizer.optimizer == "adamw" else 0.0
-    slots += 4 if config.optimizer.ema_decay > 0 else 0
-    narrow = element < 4
-    if sharding_level == 0:
-        return StateBytes(4 + (element if narrow else 0), 4, slots, element)
-    return StateBytes(element, 4, slots + (4 if narrow else 0), element)
 
 
 def predict_memory(
@@ -191,16 +157,13 @@ class Accounting:
     ) -> None:
         self.config, self.data, self.rows = config, data_size, rows
         self.options, self.overhead = options, overhead
-        self.state = options.state or our_state_bytes(config, options.sharding_level)
+        self.state = options.state or own_state(config, options.sharding_level)
         self.element = COMPUTE_BYTES[config.parallel.precision]
         self.tensor = config.parallel.tensor_parallel_degree
         self.num_ranks = config.parallel.pipeline_parallel_degree
         self.num_stages = self.num_ranks * num_chunks(config)
         fused = options.kernels == "fused"
         self.block = fused_block_bytes if fused else block_bytes
-        model = config.model
-        self.block_parameters = rank_parameters(model, self.tensor, (0, 1), False, False)
-        self.first_parameters = rank_parameters(model, self.tensor, (0, 0), True, False)
 
     def rank(self, place: int, partition: Partition) -> RankMemory:
         """Returns the parts of pipeline rank number `place`."""
@@ -208,23 +171,29 @@ class Accounting:
             (index, stage) for index, stage in enumerate(partition.stages) if stage.rank == place
         ]
         assert stages, f"no stage on rank {place}"
-        parameters = sum(stage.num_parameters for _, stage in stages)
-        level, data = self.options.sharding_level, self.data
-        sharded = [parameters / data if level >= n else parameters for n in (1, 2, 3)]
-        optimizer = self.state.optimizer * sharded[0]
-        passing = self._largest_part(stages) if level >= 2 else parameters
-        gradients = self.state.gradient * sharded[1] + self.state.passing * passing
+        return self.parts(counts_of(self.config, partition, place), stages)
+
+    def parts(self, counts: Counts, stages: Stages) -> RankMemory:
+        """Returns the parts of a rank with such parameters and stages."""
+        options, state, level = self.options, self.state, self.options.sharding_level
+        shares = [self.data if level >= stage else 1 for stage in (1, 2, 3)]
+        weights = state.weights(counts) / shares[2]
+        optimizer = state.optimizer * counts.trained / shares[0]
+        passing = self._unit(stages) if level >= 2 else counts.trained
+        gradients = state.gradient * counts.trained / shares[1] + state.passing * passing
         activations, host = self._activations(stages)
-        if self.options.offload_optimizer_state:
+        if options.offload_optimizer_state:
             host, optimizer = host + optimizer, 0.0
+            if level == 3:  # the exact weights lie with the slots
+                host, weights = host + weights, 0.0
         is_last = any(index == self.num_stages - 1 for index, _ in stages)
         tensors = {
-            "weights": self.state.weight * sharded[2],
+            "weights": weights,
             "gradients": gradients,
             "optimizer": optimizer,
             "activations": activations,
             "logits": self._logits() if is_last else 0.0,
-            "buffers": self._buffers(stages),
+            "buffers": self._buffers(counts, stages),
             "workspace": self._workspace(),
         }
         tensors["buffers"] += self.overhead.communicator * self._num_communicators()
@@ -232,7 +201,7 @@ class Accounting:
         tensors["workspace"] += self.overhead.allocator * sum(tensors.values())
         return RankMemory(context=self.overhead.context, host=host, **tensors)
 
-    def _activations(self, stages: Sequence[tuple[int, Stage]]) -> tuple[float, float]:
+    def _activations(self, stages: Stages) -> tuple[float, float]:
         """Returns (bytes on the device, bytes on the host) of all microbatches in flight."""
         recompute = self.options.activation_checkpointing
         per_block = self.block(self.config, self.rows, recompute)
@@ -266,23 +235,46 @@ class Accounting:
         parallel = self.config.parallel
         return parallel.strategy != "pipeline" and parallel.precision != "float16"
 
-    def _largest_part(self, stages: Sequence[tuple[int, Stage]]) -> int:
-        """Returns the parameters of what is gathered at a time: two blocks, or the embedding."""
-        largest = 2 * self.block_parameters
+    def _unit(self, stages: Stages) -> int:
+        """Returns the parameters of the largest of the units that are gathered one by one."""
+        config = self.config
+        count = functools.partial(rank_counts, config.model, (), self.tensor)
+        unit = max(1, group_size(self.options.activation_checkpointing))
+        largest = count((0, 1), False, False).total * min(unit, config.model.num_layers)
         if any(index in (0, self.num_stages - 1) for index, _ in stages):
-            largest = max(largest, self.first_parameters)
+            largest = max(largest, count((0, 0), True, False).total)
         return largest
 
-    def _buffers(self, stages: Sequence[tuple[int, Stage]]) -> float:
+    def _buffers(self, counts: Counts, stages: Stages) -> float:
         """Returns flat gradient buckets, and gathered weights where these are sharded."""
-        parameters = sum(stage.num_parameters for _, stage in stages)
-        buffers = 0.0
-        if self.data > 1:
-            bucket = self.config.parallel.bucket_megabytes * 2**20
-            buffers += 2 * min(bucket, self.state.gradient * parameters)
-        if self.options.sharding_level == 3 and self.data > 1:
-            buffers += self.element * self._largest_part(stages)
+        if self.data == 1:
+            return 0.0
+        state, level = self.state, self.options.sharding_level
+        bucket = self.config.parallel.bucket_megabytes * 2**20
+        if self.options.kernels == "fused" and level < 2:
+            return 2 * min(bucket, state.gradient * counts.total)
+        if level == 0:
+            return self._all_reduced(counts)
+        if level == 1:  # two buckets under way; a large table has one of its own
+            whole = state.summed * counts.trained
+            return 2 * min(max(bucket, state.summed * counts.largest), whole)
+        buffers = state.summed * self._unit(stages)
+        if level == 3:
+            buffers += (self.element + state.gathered) * self._unit(stages)
         return buffers
+
+    def _all_reduced(self, counts: Counts) -> float:
+        """Returns what Horovod holds while it sums all gradients, beyond a microbatch's own.
+
+        Each result has its room as soon as Horovod is told of it. It copies what it sums at a time
+        into one buffer: up to its threshold, or all of what a tape hands in as one group.
+        """
+        parallel, whole = self.config.parallel, self.state.summed * counts.trained
+        has_totals = parallel.strategy in HAVE_TOTALS
+        flat = whole if has_totals else 0.0  # a copy of the totals
+        tape = not has_totals and gradient_reduction(parallel) == "tape"
+        fused = whole if tape else min(whole, FUSION_BYTES)
+        return max(0.0, flat + whole - self.state.passing * counts.trained) + fused
 
     def _workspace(self) -> float:
         """Returns the temporaries of one block's passes."""
@@ -308,7 +300,7 @@ class Accounting:
         return (1 + axes + pairs) if self.data * self.tensor * self.num_ranks > 1 else 0
 
 
-def blocks_in_flight(config: Config, stages: Sequence[tuple[int, Stage]]) -> int:
+def blocks_in_flight(config: Config, stages: Stages) -> int:
     """Returns the most (block, microbatch) pairs whose activations a pipeline rank holds at once.
 
     Args:

@@ -41,21 +41,3 @@ class PlanConfig:
     """Carbon intensity of the grid; 0 means the packaged one."""
     show: int = 10
     """Layouts that --best prints."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedOptions:
-    """Memory options, for a version of train that has no flags of these names."""
-
-    shard_optimizer_state: bool = False
-    """ZeRO level 1: optimizer state is shared over the data axis."""
-    shard_gradients: bool = False
-    """ZeRO level 2: gradients too."""
-    shard_parameters: bool = False
-    """ZeRO level 3: weights too."""
-    activation_checkpointing: str = "none"
-    """What the backward pass makes again: none, attention, block or group_N."""
-    offload_activations: bool = False
-    """Recomputation's inputs wait in host memory."""
-    offload_optimizer_state: bool = False
-    """Slots and master copy live in host memory."""

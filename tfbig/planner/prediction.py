@@ -1,6 +1,5 @@
 """What a run is predicted to need, beside what it then measures. TensorFlow-free."""
 
-import dataclasses
 import json
 import re
 import statistics
@@ -12,8 +11,9 @@ from typing import Any
 from tfbig.config import Config
 from tfbig.errors import UserError
 from tfbig.planner.cluster import make_cluster
+from tfbig.planner.flops import tokens_per_step
 from tfbig.planner.layout import Plan, Request, make_plan
-from tfbig.planner.memory import MemoryOptions, peak, predict_memory
+from tfbig.planner.memory import peak, predict_memory
 from tfbig.planner.question import own_constants
 from tfbig.planner.report import to_dict
 from tfbig.planner.software import SOFTWARE
@@ -106,9 +106,8 @@ def request_for(
     constants = own_constants(constants_file)
     name = device_name(peak_source, constants) or "here"
     cluster = make_cluster(f"{name}:{num_devices}", constants)
-    request = Request(config, cluster, MemoryOptions.of(config), SOFTWARE["tfbig"], 1.0, constants)
-    tokens = float(config.run.steps * config.run.global_batch * config.data.sequence_length)
-    return dataclasses.replace(request, tokens=tokens)
+    tokens = float(config.run.steps * tokens_per_step(config))
+    return Request(config, cluster, SOFTWARE["tfbig"], tokens, constants)
 
 
 def predict_run(config: Config, num_devices: int, peak_source: str = "") -> dict[str, Any]:

@@ -11,9 +11,8 @@ from tfbig.config import Config, RunConfig, count_parameters, replace_fields, se
 from tfbig.errors import UserError
 from tfbig.planner.cluster import Cluster, load_constants, make_cluster
 from tfbig.planner.flops import chinchilla_tokens, tokens_per_step
-from tfbig.planner.layout import Request, trains
-from tfbig.planner.memory import MemoryOptions
-from tfbig.planner.plan_config import PlanConfig, PlannedOptions
+from tfbig.planner.layout import Request
+from tfbig.planner.plan_config import PlanConfig
 from tfbig.planner.software import Software, software_called
 
 
@@ -33,11 +32,8 @@ def own_constants(path: str = "") -> dict[str, Any]:
 
 
 def run_sections() -> list[type]:
-    """Returns the sections of a run's config, and what this version's train lacks."""
-    sections: list[type] = [item.default_factory for item in dataclasses.fields(Config)]  # type: ignore[misc]
-    if not trains("activation_checkpointing"):
-        sections.append(PlannedOptions)
-    return sections
+    """Returns the sections of a run's config."""
+    return [item.default_factory for item in dataclasses.fields(Config)]  # type: ignore[misc]
 
 
 def request_of(values: Mapping[str, Any]) -> Request:
@@ -58,10 +54,7 @@ def request_of(values: Mapping[str, Any]) -> Request:
         constants["carbon"]["kg_co2e_per_kwh"] = plan.kg_co2e_per_kwh
     software, cluster = software_called(plan.software), _cluster(plan, constants)
     config = _settled(config, plan, cluster, software, given=set(values))
-    request = Request(
-        config, cluster, _options(config, values, software), software, 0.0, constants
-    ).with_options()
-    return dataclasses.replace(request, tokens=budget(plan.tokens, config))
+    return Request(config, cluster, software, budget(plan.tokens, config), constants)
 
 
 def _check_numbers(plan: PlanConfig) -> None:
@@ -116,25 +109,14 @@ def _settled(
                 f" --microbatch_size={plan.microbatch_size} x"
                 f" {forwards // plan.microbatch_size} replicas."
             )
-        values["microbatches"] = config.run.global_batch // forwards
+        count = config.run.global_batch // forwards
+        if "microbatches" in given and count != parallel.microbatches:
+            raise UserError(
+                f"--microbatch_size={plan.microbatch_size} makes {count} microbatches, and"
+                f" --microbatches={parallel.microbatches}: leave one of them out."
+            )
+        values["microbatches"] = count
     return replace_fields(config, values)
-
-
-def _options(config: Config, values: Mapping[str, Any], software: Software) -> MemoryOptions:
-    options = MemoryOptions.of(config)
-    if not trains("activation_checkpointing"):
-        planned = PlannedOptions(**section_values(PlannedOptions, dict(values)))
-        flags = (planned.shard_optimizer_state, planned.shard_gradients, planned.shard_parameters)
-        level = max((i for i, is_on in enumerate(flags, start=1) if is_on), default=0)
-        options = dataclasses.replace(
-            options,
-            sharding_level=level,  # type: ignore[arg-type]
-            activation_checkpointing=planned.activation_checkpointing,
-            offload_activations=planned.offload_activations,
-            offload_optimizer_state=planned.offload_optimizer_state,
-        )
-    kernels = "tensorflow" if software.name == "tfbig" else "fused"
-    return dataclasses.replace(options, kernels=kernels)  # type: ignore[arg-type]
 
 
 def budget(text: str, config: Config) -> float:

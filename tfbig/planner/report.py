@@ -1,11 +1,13 @@
 """A plan as text and as JSON. TensorFlow-free."""
 
 import dataclasses
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfbig import presets
 from tfbig.config import count_parameters
+from tfbig.planner.cluster import Cluster
 from tfbig.planner.flops import conventions, tokens_per_step
 from tfbig.planner.layout import Plan, Request
 from tfbig.planner.memory import RankMemory, first_middle_last
@@ -27,6 +29,7 @@ TIMES = {
     "pipeline": "hidden states on their way",
     "bubble": "pipeline bubble",
     "data_exposed": "data axis, exposed",
+    "transfers": "host memory, exposed",
     "optimizer": "optimizer",
     "input": "waiting for input",
 }
@@ -73,6 +76,10 @@ def layout_line(request: Request) -> str:
         parts.append(f"ZeRO {options.sharding_level}")
     if options.activation_checkpointing != "none":
         parts.append(f"recomputes {options.activation_checkpointing}")
+    if options.offload_activations:
+        parts.append("activations wait on the host")
+    if options.offload_optimizer_state:
+        parts.append("optimizer state on the host")
     return "; ".join(parts)
 
 
@@ -88,6 +95,8 @@ def _memory_lines(plan: Plan) -> list[str]:
             lines.append(_row(label, values))
     lines.append(_row("total", [rank.total for rank in named.values()]))
     fits = "fits" if plan.fits else "DOES NOT FIT"
+    if any(rank.host for rank in named.values()):
+        lines.append(_row("host memory", [rank.host for rank in named.values()]))
     lines.append(f"  fullest rank {plan.peak_bytes / 1e9:,.2f} of {capacity / 1e9:,.1f} GB: {fits}")
     return lines
 
@@ -139,20 +148,35 @@ def launch_command(plan: Plan) -> str:
             value = getattr(values, field.name)
             if value != getattr(before, field.name):
                 shown[field.name] = value
-    words = [f"--preset={config.run.preset}"]
-    for name, value in shown.items():
-        words.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
-    options = request.options
-    levels = ("shard_optimizer_state", "shard_gradients", "shard_parameters")
-    words += [f"--{n}" for n in levels[: options.sharding_level] if n not in shown]
-    if options.activation_checkpointing != "none" and "activation_checkpointing" not in shown:
-        words.append(f"--activation_checkpointing={options.activation_checkpointing}")
+    flags = {"preset": config.run.preset} | shown
+    words = [word for name, value in flags.items() for word in _words(name, value)]
     command = " ".join(["python -m tfbig.train", *words])
-    if request.cluster.num_devices == 1:
-        return command
-    node = min(request.cluster.devices_per_node, request.cluster.num_devices)
-    hosts = "" if request.cluster.num_nodes == 1 else f" -H HOST1:{node},HOST2:{node},..."
-    return f"horovodrun -np {request.cluster.num_devices}{hosts} {command}"
+    return _LAUNCHERS.get(config.parallel.strategy, _horovodrun)(request.cluster) + command
+
+
+def _words(name: str, value: object) -> list[str]:
+    """Returns a field as it is typed in a shell; a tuple is a flag for each of its values."""
+    if isinstance(value, tuple):
+        return [word for one in value for word in _words(name, one)]
+    return [shlex.quote(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")]
+
+
+def _horovodrun(cluster: Cluster) -> str:
+    node = min(cluster.devices_per_node, cluster.num_devices)
+    hosts = "" if cluster.num_nodes == 1 else f" -H HOST1:{node},HOST2:{node},..."
+    return f"horovodrun -np {cluster.num_devices}{hosts} " if cluster.num_devices > 1 else ""
+
+
+def _srun(cluster: Cluster) -> str:
+    return f"srun --nodes={cluster.num_nodes} --ntasks-per-node=1 "
+
+
+# What starts a strategy's processes; the others' is horovodrun.
+_LAUNCHERS: dict[str, Callable[[Cluster], str]] = {
+    "single": lambda cluster: "",
+    "mirrored": lambda cluster: "",
+    "multi_worker": _srun,
+}
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -306,7 +330,6 @@ def explanation(plan: Plan) -> str:
 
 
 def _state_text(request: Request) -> str:
-    state = request.options.state or request.software.state(
-        request.config, request.options.sharding_level
-    )
-    return " + ".join(f"{value:g}" for value in dataclasses.astuple(state))
+    state = request.software.state(request.config, request.options.sharding_level)
+    values = (state.weight, state.gradient, state.optimizer, state.passing)
+    return " + ".join(f"{value:g}" for value in values)

@@ -5,16 +5,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tfbig.config import Config
 from tfbig.errors import UserError
 from tfbig.planner.closed_form import rough_memory, rough_seconds
 from tfbig.planner.kernels import Cost, Kernels
-from tfbig.planner.layout import Plan, Request, check_layout, make_plan, trains
+from tfbig.planner.layout import Plan, Request, check_layout, make_plan, sharding_flags
 from tfbig.planner.network import Line, line_of, neighbours
 from tfbig.planner.step_time import mesh_of
+from trainers import check_strategy
 
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (2, 3, 4)
 SIMULATED = 20
+_ROUGHLY = 1.02  # what the closed formula finds this much too large may fit all the same
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def layouts(request: Request) -> Iterator[Request]:
                 continue
             if num_chunks > 1 and (samples // rows) % pipeline:
                 continue  # a group that isn't full leaves gaps
-            yield request.with_fields(
+            yield request.with_parallel(
                 strategy=_strategy(devices, pipeline, tensor),
                 pipeline_parallel_degree=pipeline,
                 tensor_parallel_degree=tensor,
@@ -90,19 +93,48 @@ def _strategy(devices: int, pipeline: int, tensor: int) -> str:
     return "horovod" if devices > 1 else "single"
 
 
+RECOMPUTE = ("none", "attention", "block")
+
+
+def sharding_levels(request: Request) -> list[int]:
+    """Returns the levels of ZeRO that a layout can have; 0 where trained weights are few."""
+    config = request.config
+    if request.data_size == 1 or config.model.lora_rank or config.optimizer.freeze:
+        return [0]
+    return [0, 1] if config.parallel.pipeline_parallel_degree > 1 else [0, 1, 2, 3]
+
+
+def with_memory(request: Request, level: int, recompute: str) -> Request:
+    """Returns the layout at a level of ZeRO and with some recomputation."""
+    return request.with_parallel(**sharding_flags(level), activation_checkpointing=recompute)
+
+
+def lean_bytes(request: Request) -> Iterator[float]:
+    """Yields what the fullest rank needs of a layout with all that needs less memory."""
+    level = sharding_levels(request)[-1]
+    for recompute in ("block", "none"):  # where a rank has one block, the former saves nothing
+        yield roughly(with_memory(request, level, recompute))
+
+
+def roughly(request: Request) -> float:
+    """Returns the bytes of the first or last pipeline rank, whichever needs more."""
+    overhead = request.software.overhead(request.cluster)
+    return rough_memory(request.config, request.data_size, request.options, overhead)
+
+
 def memory_options(request: Request) -> Iterator[Request]:
     """Yields the layout with each way of needing less, cheapest first."""
-    allowed = request.software.name != "tfbig"
-    levels = [0]
-    if request.data_size > 1 and (allowed or trains("shard_optimizer_state")):
-        levels.append(1)
-        if request.config.parallel.pipeline_parallel_degree == 1:
-            levels += [n for n in (2, 3) if allowed or trains("shard_parameters")]
-    recompute = ["none"]
-    if allowed or trains("activation_checkpointing"):
-        recompute += ["attention", "block"]
-    for repeated, level in itertools.product(recompute, levels):
-        yield request.with_options(sharding_level=level, activation_checkpointing=repeated)
+    for recompute, level in itertools.product(RECOMPUTE, sharding_levels(request)):
+        yield with_memory(request, level, recompute)
+
+
+def is_taken(config: Config) -> bool:
+    """Returns whether the strategy takes the configuration."""
+    try:
+        check_strategy(config)
+    except UserError:
+        return False
+    return True
 
 
 def candidates(request: Request) -> list[Candidate]:
@@ -110,18 +142,37 @@ def candidates(request: Request) -> list[Candidate]:
     found = []
     rough = _RoughTimes(request)
     capacity = request.cluster.device.memory_bytes
+    too_large: set[tuple[object, ...]] = set()  # layouts whose smaller microbatches do not fit
     for layout in layouts(request):
+        kind = _without_microbatches(layout)
+        if kind in too_large:
+            continue
+        if all(need > _ROUGHLY * capacity for need in lean_bytes(layout)):
+            too_large.add(kind)
+            continue
         fitting: dict[str, int] = {}
         for option in memory_options(layout):
-            level, repeated = option.options.sharding_level, option.options.activation_checkpointing
+            parallel = option.config.parallel
+            level, repeated = parallel.sharding_level, parallel.activation_checkpointing
             # What needs more of either kind of saving than suffices is slower.
             if fitting and (repeated not in fitting or level > fitting[repeated] + 1):
                 continue
-            if rough.memory(option) > 1.02 * capacity:
+            if roughly(option) > _ROUGHLY * capacity or not is_taken(option.config):
                 continue
             fitting.setdefault(repeated, level)
             found.append(Candidate(option, rough.seconds(option)))
     return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def _without_microbatches(request: Request) -> tuple[object, ...]:
+    parallel = request.config.parallel
+    return (
+        parallel.pipeline_parallel_degree,
+        parallel.tensor_parallel_degree,
+        parallel.pipeline,
+        parallel.num_chunks,
+        parallel.sequence_parallel,
+    )
 
 
 class _RoughTimes:
@@ -131,11 +182,6 @@ class _RoughTimes:
         self._request = request
         self._lines: dict[tuple[int, int], tuple[Line, Line, Line]] = {}
         self._costs: dict[tuple[object, ...], tuple[Cost, Cost, Cost]] = {}
-
-    def memory(self, request: Request) -> float:
-        """Returns the bytes of the first or last pipeline rank, whichever needs more."""
-        overhead = request.software.overhead(request.cluster)
-        return rough_memory(request.config, request.data_size, request.options, overhead)
 
     def seconds(self, request: Request) -> float:
         """Returns the step's time by closed formulas."""
@@ -209,10 +255,7 @@ def _nothing_fits(request: Request) -> str:
             f" {config.model.num_heads} heads and --global_batch={config.run.global_batch}: take a"
             f" global batch that is a multiple of {cluster.num_devices}."
         )
-    rough = _RoughTimes(request)
-    least = min(
-        rough.memory(option) for layout in layouts(request) for option in memory_options(layout)
-    )
+    least = min(need for layout in layouts(request) for need in lean_bytes(layout))
     return (
         f"no layout of {cluster.name} fits: the leanest needs {least / 1e9:,.1f} GB a device, which"
         f" has {cluster.device.memory_bytes / 1e9:,.1f} GB. More devices, or larger ones, are"

@@ -3,13 +3,16 @@
 A row describes kernels, number formats and what overlaps; none holds a measured time. TF-free.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 from tfbig.config import Config
 from tfbig.errors import UserError, near_matches
 from tfbig.planner.cluster import Cluster
-from tfbig.planner.memory import Overhead, StateBytes, our_state_bytes
+from tfbig.planner.memory import MemoryOptions, Overhead
+from trainers.activations import COMPUTE_BYTES
+from trainers.state_bytes import StateBytes, own_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +66,24 @@ class Software:
     def state(self, config: Config, sharding_level: int) -> StateBytes:
         """Returns the bytes a parameter takes."""
         if self.optimizer is None:
-            return our_state_bytes(config, sharding_level)
-        return StateBytes(self.weight, self.gradient, self.optimizer, self.passing)
+            return own_state(config, sharding_level)
+        element = COMPUTE_BYTES[config.parallel.precision]
+        return StateBytes(
+            self.weight,
+            self.gradient,
+            self.optimizer,
+            self.passing,
+            gathered=element,
+            summed=self.wire,
+        )
+
+    def memory_options(self, config: Config) -> MemoryOptions:
+        """Returns what a run does to need less memory, with this program's kernels and numbers."""
+        own = MemoryOptions.of(config)
+        if self.optimizer is None:
+            return own
+        state = self.state(config, own.sharding_level)
+        return dataclasses.replace(own, kernels="fused", state=state)
 
     def overhead(self, cluster: Cluster) -> Overhead:
         """Returns what a process takes on the cluster's devices beside tensors."""

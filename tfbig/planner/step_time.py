@@ -3,17 +3,19 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tfbig.config import Config
 from tfbig.planner.cluster import Cluster
 from tfbig.planner.kernels import Cost, Kernels
 from tfbig.planner.memory import MemoryOptions
 from tfbig.planner.network import Line, line_between, line_of, neighbours
+from tfbig.planner.offload import Offload
 from tfbig.planner.software import Software
 from tfbig.planner.timeline import StageTimes, Timeline, run_schedule
 from trainers.activations import COMPUTE_BYTES, group_size
 from trainers.mesh import Mesh, placement_order
-from trainers.partition import Partition
+from trainers.partition import Partition, counts_of
 from trainers.validate import num_chunks
 
 _INPUT_BYTES_PER_TOKEN = 9  # tokens and mask, twice over: from disk, and to the device
@@ -30,6 +32,7 @@ class StepTime:
       pipeline: hidden states on their way, while nothing else is done.
       bubble: waiting for other pipeline ranks.
       data_exposed: collectives of the data axis that nothing hides.
+      transfers: between device and host memory, of what is offloaded, that nothing hides.
       optimizer: norm, clipping and update.
       input: waiting for batches.
       data_hidden: collectives of the data axis during passes; not part of the total.
@@ -43,6 +46,7 @@ class StepTime:
     pipeline: float
     bubble: float
     data_exposed: float
+    transfers: float
     optimizer: float
     input: float
     data_hidden: float
@@ -62,6 +66,24 @@ class StepTime:
             for name, value in values.items()
             if name not in ("data_hidden", "hardware_flops", "bubble_share")
         }
+
+
+class StageSeconds(NamedTuple):
+    """Seconds of a microbatch, by stage.
+
+    Args:
+      forward: of the forward pass.
+      backward: of the backward pass.
+      again: of what the backward pass makes again.
+      tensor: of the tensor axis' collectives in both.
+      waiting: for offloaded activations in both.
+    """
+
+    forward: list[float]
+    backward: list[float]
+    again: list[float]
+    tensor: list[float]
+    waiting: list[float]
 
 
 def mesh_of(config: Config, num_devices: int, software: Software) -> Mesh:
@@ -104,6 +126,7 @@ class StepModel:
         self._microbatches = config.parallel.microbatches
         self._rows = max(1, config.run.global_batch // (self._data * self._microbatches))
         self._element = COMPUTE_BYTES[config.parallel.precision]
+        self._state = options.state or software.state(config, options.sharding_level)
         recompute = options.activation_checkpointing
         kernels = Kernels(config, self._rows, cluster.device, software, recompute)
         self._block, self._head, self._embedding = (
@@ -116,11 +139,13 @@ class StepModel:
         if software.one_card:
             card = cluster.network_bandwidth / cluster.devices_per_node * software.one_card
             self._line = dataclasses.replace(self._line, bandwidth=card)
+        self._counts = [counts_of(config, partition, rank) for rank in range(self._ranks)]
+        self._offload = Offload(config, cluster, options, self._state, self._rows, self._data)
         self._gathers = self._gather_seconds()
 
     def predict(self) -> StepTime:
         """Returns the step's time; the schedule's own operations set the pipeline's."""
-        forward, backward, again, tensor = self.stage_seconds()
+        forward, backward, again, tensor, waiting = self.stage_seconds()
         transfer = self.transfer_seconds()
         times = StageTimes(forward, backward)
         timeline = self._timeline(times, transfer)
@@ -132,13 +157,15 @@ class StepModel:
         busy = timeline.busy[busiest]
         last_backward = sum(backward[g] for g in held)
         exposed, hidden, in_passes = self._data_seconds(busiest, last_backward)
+        waits = self._microbatches * sum(waiting[g] for g in held)
         return StepTime(
-            compute=busy - recompute - tensor_time - in_passes,
+            compute=busy - recompute - tensor_time - in_passes - waits,
             recompute=recompute,
             tensor=tensor_time,
             pipeline=pipeline,
             bubble=max(0.0, timeline.seconds - busy - pipeline),
             data_exposed=exposed + in_passes,
+            transfers=waits + self._offload.of_state(self._counts[busiest].trained),
             optimizer=self._optimizer_seconds(busiest),
             input=self._input_seconds(timeline.seconds),
             data_hidden=hidden,
@@ -159,12 +186,9 @@ class StepModel:
             parallel.active_microbatches,
         )
 
-    def stage_seconds(self) -> tuple[list[float], list[float], list[float], list[float]]:
-        """Returns, by stage, seconds of a forward and a backward pass, and of two of their parts.
-
-        The parts are what is computed again, and the tensor axis' collectives.
-        """
-        forward, backward, again, tensor = [], [], [], []
+    def stage_seconds(self) -> StageSeconds:
+        """Returns, by stage, the seconds of a microbatch's passes and of their parts."""
+        stages = StageSeconds([], [], [], [], [])
         last = len(self._partition.stages) - 1
         repeats = bool(group_size(self._options.activation_checkpointing))
         for index, stage in enumerate(self._partition.stages):
@@ -182,11 +206,15 @@ class StepModel:
             exposed = self._exposed_gathers(
                 gathered, ahead + comm_forward, back + repeated + comm_backward
             )
-            forward.append(ahead + comm_forward + exposed[0])
-            backward.append(back + repeated + comm_backward + comm_again + exposed[1])
-            again.append(repeated)
-            tensor.append(comm_forward + comm_backward + comm_again)
-        return forward, backward, again, tensor
+            ahead += comm_forward + exposed[0]
+            back += repeated + comm_backward + comm_again + exposed[1]
+            waits = self._offload.waiting(blocks, ahead, back)
+            stages.forward.append(ahead + waits[0])
+            stages.backward.append(back + waits[1])
+            stages.again.append(repeated)
+            stages.tensor.append(comm_forward + comm_backward + comm_again)
+            stages.waiting.append(sum(waits))
+        return stages
 
     def _exposed_gathers(
         self, gathered: Sequence[float], ahead: float, back: float
@@ -211,8 +239,8 @@ class StepModel:
         if self._options.sharding_level < 3 or self._data == 1:
             return 0.0, 0.0
         parameters = self._block_parameters()
-        gather = self._line.all_gather(parameters * self._element)
-        scatter = self._line.all_gather(parameters * self._software.wire)
+        gather = self._line.all_gather(parameters * self._state.gathered)
+        scatter = self._line.all_gather(parameters * self._state.summed)
         return gather, (gather if self._software.regathers else 0.0) + scatter
 
     def _block_parameters(self) -> float:
@@ -255,9 +283,6 @@ class StepModel:
             return pair.latency + num_bytes / tensor / pair.bandwidth + gather
         return pair.latency + num_bytes / pair.bandwidth
 
-    def _rank_parameters(self, rank: int) -> float:
-        return sum(s.num_parameters for s in self._partition.stages if s.rank == rank)
-
     def _data_seconds(self, rank: int, backward: float) -> tuple[float, float, float]:
         """Returns (exposed after the passes, hidden, exposed within the passes).
 
@@ -265,7 +290,7 @@ class StepModel:
           rank: pipeline rank.
           backward: seconds of its last microbatch's backward pass.
         """
-        parameters, software = self._rank_parameters(rank), self._software
+        parameters, software = self._counts[rank].trained, self._software
         tied = self._tied_seconds()
         level = self._options.sharding_level
         if self._data == 1:
@@ -280,13 +305,13 @@ class StepModel:
             forward, back, *_ = self._plain_seconds(rank)
             exposed = self._exposed_gathers([blocks * s for s in self._gathers], forward, back)
             inside = self._microbatches * sum(exposed)
-            ends = self._line.all_gather(self._block_parameters() * self._element)
+            ends = self._line.all_gather(self._block_parameters() * self._state.gathered)
             return tied + ends, total - inside, inside
         if level == 0:
-            comm, after = self._line.all_reduce(parameters * software.wire), 0.0
+            comm, after = self._line.all_reduce(parameters * self._state.summed), 0.0
         else:
-            comm = self._line.all_gather(parameters * software.wire)
-            after = self._line.all_gather(parameters * self._element)
+            comm = self._line.all_gather(parameters * self._state.summed)
+            after = self._line.all_gather(parameters * self._state.gathered)
         hidden = min(comm, 0.9 * backward) if software.overlaps_data else 0.0
         return comm - hidden + after + tied, hidden, 0.0
 
@@ -309,17 +334,17 @@ class StepModel:
         pipeline = self.mesh.line("pipeline", 0)
         pair: Line = line_between(self._cluster, (pipeline[0], pipeline[-1]))
         table = model.vocab_size * model.embed_dim / self.mesh.sizes["tensor"]
-        return pair.all_reduce(table * self._software.wire)
+        return pair.all_reduce(table * self._state.summed)
 
     def _optimizer_seconds(self, rank: int) -> float:
         """Returns the seconds of reading and writing all state once, and of norm and clipping."""
-        state = self._options.state or self._software.state(
-            self._config, self._options.sharding_level
-        )
-        parameters = self._rank_parameters(rank)
+        state, parameters = self._state, self._counts[rank].trained
+        on_host = self._offload.update(parameters)
+        if on_host is not None:
+            return on_host
         shard = parameters / (self._data if self._options.sharding_level else 1)
         per_shard = 2 * state.optimizer + 18.0  # norm 4, scaling 8, casts 6
-        num_bytes = shard * per_shard + 2 * parameters * (state.weight + state.gradient) / 2
+        num_bytes = shard * per_shard + parameters * (state.weight + state.gradient)
         device = self._cluster.device
         return num_bytes / (device.memory_bandwidth * device.bandwidth)
 

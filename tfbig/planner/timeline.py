@@ -1,10 +1,10 @@
 """Runs a pipeline schedule's own list of operations on a clock. TensorFlow-free."""
 
 import functools
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainers.pipeline_schedule import all_orders
 
@@ -86,7 +86,20 @@ def run_schedule(
     )
 
 
-Operation = tuple[int, int, int]  # 0 forward or 1 backward, stage, microbatch
+class Operation(NamedTuple):
+    """One pass of one microbatch through one stage.
+
+    Args:
+      rank: that does it.
+      duration: its place among the durations, forward passes by stage, then backward passes.
+      place: of what it needs, among all arrivals.
+      following: place of what it makes; -1 at the ends of the model.
+    """
+
+    rank: int
+    duration: int
+    place: int
+    following: int
 
 
 @functools.lru_cache(maxsize=64)
@@ -96,16 +109,38 @@ def _operations(
     num_microbatches: int,
     num_chunks: int,
     active_microbatches: int,
-) -> tuple[tuple[Operation, ...], ...]:
-    """Returns what each rank does, in order."""
+) -> tuple[Operation, ...]:
+    """Returns all ranks' operations, each one behind those that it waits for."""
     orders = all_orders(schedule, num_ranks, num_microbatches, num_chunks, active_microbatches)
-    return tuple(
-        tuple(
-            (int(work.kind == "backward"), work.chunk * num_ranks + rank, work.microbatch)
-            for work in order
-        )
-        for rank, order in enumerate(orders)
-    )
+    num_stages = num_ranks * num_chunks
+
+    def place_of(kind: int, stage: int, microbatch: int) -> int:
+        inside = 0 <= stage < num_stages
+        return (kind * num_stages + stage) * num_microbatches + microbatch if inside else -1
+
+    # What enters the first stage is there, and so is what the last one goes back from.
+    ready = {place_of(0, 0, index) for index in range(num_microbatches)}
+    ready |= {place_of(1, num_stages - 1, index) for index in range(num_microbatches)}
+    done, next_of = [], [0] * num_ranks
+    waiting = deque(range(num_ranks))
+    while waiting:
+        rank = waiting.popleft()
+        for work in orders[rank][next_of[rank] :]:
+            kind = int(work.kind == "backward")
+            stage = work.chunk * num_ranks + rank
+            place = place_of(kind, stage, work.microbatch)
+            if place not in ready:
+                break
+            next_of[rank] += 1
+            following = stage - 1 if kind else stage + 1
+            made = place_of(kind, following, work.microbatch)
+            done.append(Operation(rank, kind * num_stages + stage, place, made))
+            ready.add(made)
+            peer = following % num_ranks
+            if made >= 0 and peer != rank and peer not in waiting:
+                waiting.append(peer)
+    assert all(next_of[rank] == len(orders[rank]) for rank in range(num_ranks)), next_of
+    return tuple(done)
 
 
 def _simulate(
@@ -118,39 +153,18 @@ def _simulate(
     overlaps: bool,
     active_microbatches: int,
 ) -> Timeline:
-    orders = _operations(schedule, num_ranks, num_microbatches, num_chunks, active_microbatches)
-    last = num_ranks * num_chunks - 1
-    durations = (times.forward, times.backward)
-    nowhere = math.inf  # when what an operation needs has not been sent yet
-    arrived = [
-        [[nowhere] * num_microbatches for _ in range(last + 1)] for _ in durations
-    ]  # by kind, stage and microbatch
-    arrived[0][0] = [0.0] * num_microbatches
-    arrived[1][last] = [0.0] * num_microbatches
+    durations = (*times.forward, *times.backward)
+    arrived = [0.0] * (len(durations) * num_microbatches)
     clock, busy, sent = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
-    place = [0] * num_ranks
-    waiting = deque(range(num_ranks))
-    while waiting:
-        rank = waiting.popleft()
-        order, now = orders[rank], clock[rank]
-        for index in range(place[rank], len(order)):
-            kind, stage, microbatch = order[index]
-            ready = arrived[kind][stage][microbatch]
-            if ready is nowhere:
-                break
-            duration = durations[kind][stage]
-            now = (now if now > ready else ready) + duration
-            busy[rank] += duration
-            place[rank] += 1
-            following = stage - 1 if kind else stage + 1
-            if 0 <= following <= last:
-                arrived[kind][following][microbatch] = now + transfer
-                if not overlaps:
-                    now += transfer
-                    sent[rank] += transfer
-                peer = following % num_ranks
-                if peer != rank and peer not in waiting:
-                    waiting.append(peer)
+    waits = 0.0 if overlaps else transfer
+    operations = _operations(schedule, num_ranks, num_microbatches, num_chunks, active_microbatches)
+    for rank, duration_of, place, following in operations:
+        duration, now, ready = durations[duration_of], clock[rank], arrived[place]
+        now = (now if now > ready else ready) + duration
+        busy[rank] += duration
+        if following >= 0:
+            arrived[following] = now + transfer
+            now += waits
+            sent[rank] += waits
         clock[rank] = now
-    assert all(place[rank] == len(orders[rank]) for rank in range(num_ranks)), place
     return Timeline(max(clock), tuple(busy), tuple(sent))
