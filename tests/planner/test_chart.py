@@ -3,7 +3,7 @@
 import pytest
 
 from tfbig.errors import UserError
-from tfbig.planner.chart import device_counts, scaling, write_chart
+from tfbig.planner.chart import device_counts, make_figure, scaling, write_chart
 from tfbig.planner.question import request_of
 
 VALUES = {
@@ -25,6 +25,25 @@ def test_the_page_is_self_contained(tmp_path):
     page = open(path).read()
     assert "Plotly.newPlot" in page and "<script src=" not in page
     assert "memory wall" in page and "does not fit" in page
+
+
+def test_the_wall_stands_where_nothing_fits():
+    request = request_of(VALUES)
+    counts = [1, 2, 8, 16]
+    points = scaling(request, counts, weak=False)
+    fits = [point.plan is not None for point in points]
+    figure = make_figure(request, counts, {"strong scaling": points})
+    [wall] = [trace for trace in figure.data if "memory wall" in trace.name]
+    assert list(wall.y) == [request.cluster.device.memory_bytes / 1e9] * 4
+    shapes = [shape for shape in figure.layout.shapes if shape.fillcolor == "red"]
+    assert shapes and all(
+        (shape.x0 < count < shape.x1) != fit
+        for shape in shapes
+        for count, fit in zip(counts, fits, strict=True)
+    )
+    # On a logarithmic axis a label stands at an exponent.
+    labels = [note for note in figure.layout.annotations if note.text == "does not fit"]
+    assert len(labels) == 2 and all(note.x == 0 for note in labels)
 
 
 def test_strong_scaling_is_faster_and_weak_scaling_keeps_its_time():

@@ -127,7 +127,7 @@ def test_zeros_table(parameters, level):
 
 
 def test_zero_never_needs_more_memory_at_a_higher_level():
-    config = Config(model=ModelConfig(num_layers=8, embed_dim=256))
+    config = Config(model=ModelConfig(num_layers=8, embed_dim=1024))
     for precision in ("float32", "bfloat16"):
         run = replace_fields(config, {"precision": precision, "strategy": "horovod"})
         totals = [

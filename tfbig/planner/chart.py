@@ -89,7 +89,7 @@ def write_chart(request: Request, path: str, most: int = MOST_DEVICES) -> str:
     }
     if not any(point.plan for points in curves.values() for point in points):
         raise UserError(f"the model fits no number of {request.cluster.device.name} up to {most}.")
-    figure = _figure(request, counts, curves)
+    figure = make_figure(request, counts, curves)
     try:
         write_atomic(path, figure.to_html(include_plotlyjs=True).encode())
     except OSError as error:
@@ -97,8 +97,14 @@ def write_chart(request: Request, path: str, most: int = MOST_DEVICES) -> str:
     return path
 
 
-def _figure(request: Request, counts: Sequence[int], curves: Mapping[str, list[Point]]) -> Any:
-    """Returns the two panels: seconds a step and bytes a device."""
+def make_figure(request: Request, counts: Sequence[int], curves: Mapping[str, list[Point]]) -> Any:
+    """Returns the two panels: seconds a step and bytes a device.
+
+    Args:
+      request: whose cluster's device and batch are named.
+      counts: of devices.
+      curves: points of each count, by name; the first ones' memory is the wall's.
+    """
     from plotly.graph_objects import Scatter
     from plotly.subplots import make_subplots
 
@@ -145,9 +151,18 @@ def _draw_wall(
     known = [point for point in points if point.least_bytes < math.inf]
     need = [point.least_bytes / 1e9 for point in known]
     draw(2, [point.num_devices for point in known], need, name="leanest layout needs")
-    text = f"memory wall, {capacity:,.0f} GB"
-    figure.add_hline(y=capacity, line_dash="dash", annotation_text=text, row=2, col=1)
+    counts = [point.num_devices for point in points]
+    style = {"dash": "dash", "color": "black"}
+    # A trace and not add_hline, whose label a logarithmic axis takes for an exponent.
+    name = f"memory wall, {capacity:,.0f} GB"
+    draw(2, counts, [capacity] * len(counts), name=name, mode="lines", line=style)
     walled = [point.num_devices for point in known if point.least_bytes / 1e9 > capacity]
     if walled:
+        # To the middle between the last number that is too small and the next.
         style = {"opacity": 0.15, "line_width": 0, "fillcolor": "red"}
-        figure.add_vrect(x0=min(walled), x1=max(walled), annotation_text="does not fit", **style)
+        figure.add_vrect(x0=min(counts) / math.sqrt(2), x1=max(walled) * math.sqrt(2), **style)
+        for row in (1, 2):
+            place = {"x": math.log10(min(counts)), "y": 1, "yref": "y domain", "yanchor": "top"}
+            figure.add_annotation(
+                text="does not fit", showarrow=False, xanchor="left", row=row, col=1, **place
+            )

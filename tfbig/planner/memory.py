@@ -255,9 +255,11 @@ class Accounting:
             return 2 * min(bucket, state.gradient * counts.total)
         if level == 0:
             return self._all_reduced(counts)
-        if level == 1:  # two buckets under way; a large table has one of its own
+        if level == 1:
+            # Two buckets are under way, and three copies that Horovod and its transport make of
+            # one; a large table has a bucket of its own.
             whole = state.summed * counts.trained
-            return 2 * min(max(bucket, state.summed * counts.largest), whole)
+            return 5 * min(max(bucket, state.summed * counts.largest), whole)
         buffers = state.summed * self._unit(stages)
         if level == 3:
             buffers += (self.element + state.gathered) * self._unit(stages)

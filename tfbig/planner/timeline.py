@@ -4,7 +4,6 @@ import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from trainers.pipeline_schedule import all_orders
 
@@ -86,20 +85,10 @@ def run_schedule(
     )
 
 
-class Operation(NamedTuple):
-    """One pass of one microbatch through one stage.
-
-    Args:
-      rank: that does it.
-      duration: its place among the durations, forward passes by stage, then backward passes.
-      place: of what it needs, among all arrivals.
-      following: place of what it makes; -1 at the ends of the model.
-    """
-
-    rank: int
-    duration: int
-    place: int
-    following: int
+# (rank, place of its duration, place of what it needs, place of what it makes), of one pass of a
+# microbatch. Durations stand by stage, forward before backward; arrivals too, and by microbatch.
+# What the ends of the model make has a place of its own.
+Operation = tuple[int, int, int, int]
 
 
 @functools.lru_cache(maxsize=64)
@@ -112,33 +101,34 @@ def _operations(
 ) -> tuple[Operation, ...]:
     """Returns all ranks' operations, each one behind those that it waits for."""
     orders = all_orders(schedule, num_ranks, num_microbatches, num_chunks, active_microbatches)
-    num_stages = num_ranks * num_chunks
-
-    def place_of(kind: int, stage: int, microbatch: int) -> int:
-        inside = 0 <= stage < num_stages
-        return (kind * num_stages + stage) * num_microbatches + microbatch if inside else -1
-
+    num_stages, count = num_ranks * num_chunks, num_microbatches
+    nowhere = 2 * num_stages * count
+    is_ready = bytearray(nowhere + 1)
     # What enters the first stage is there, and so is what the last one goes back from.
-    ready = {place_of(0, 0, index) for index in range(num_microbatches)}
-    ready |= {place_of(1, num_stages - 1, index) for index in range(num_microbatches)}
-    done, next_of = [], [0] * num_ranks
+    is_ready[:count] = is_ready[nowhere - count : nowhere] = bytes([1]) * count
+    done: list[Operation] = []
+    next_of = [0] * num_ranks
     waiting = deque(range(num_ranks))
     while waiting:
         rank = waiting.popleft()
-        for work in orders[rank][next_of[rank] :]:
-            kind = int(work.kind == "backward")
+        order, index = orders[rank], next_of[rank]
+        while index < len(order):
+            work = order[index]
             stage = work.chunk * num_ranks + rank
-            place = place_of(kind, stage, work.microbatch)
-            if place not in ready:
+            is_back = work.kind == "backward"
+            duration = num_stages + stage if is_back else stage
+            place = duration * count + work.microbatch
+            if not is_ready[place]:
                 break
-            next_of[rank] += 1
-            following = stage - 1 if kind else stage + 1
-            made = place_of(kind, following, work.microbatch)
-            done.append(Operation(rank, kind * num_stages + stage, place, made))
-            ready.add(made)
-            peer = following % num_ranks
-            if made >= 0 and peer != rank and peer not in waiting:
+            index += 1
+            is_end = stage == (0 if is_back else num_stages - 1)
+            made = nowhere if is_end else place + (-count if is_back else count)
+            done.append((rank, duration, place, made))
+            is_ready[made] = 1
+            peer = (rank - 1 if is_back else rank + 1) % num_ranks
+            if not is_end and peer != rank and peer not in waiting:
                 waiting.append(peer)
+        next_of[rank] = index
     assert all(next_of[rank] == len(orders[rank]) for rank in range(num_ranks)), next_of
     return tuple(done)
 
@@ -154,16 +144,18 @@ def _simulate(
     active_microbatches: int,
 ) -> Timeline:
     durations = (*times.forward, *times.backward)
-    arrived = [0.0] * (len(durations) * num_microbatches)
+    nowhere = len(durations) * num_microbatches
+    arrived = [0.0] * (nowhere + 1)
     clock, busy, sent = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
     waits = 0.0 if overlaps else transfer
-    operations = _operations(schedule, num_ranks, num_microbatches, num_chunks, active_microbatches)
-    for rank, duration_of, place, following in operations:
+    for rank, duration_of, place, made in _operations(
+        schedule, num_ranks, num_microbatches, num_chunks, active_microbatches
+    ):
         duration, now, ready = durations[duration_of], clock[rank], arrived[place]
         now = (now if now > ready else ready) + duration
         busy[rank] += duration
-        if following >= 0:
-            arrived[following] = now + transfer
+        if made != nowhere:
+            arrived[made] = now + transfer
             now += waits
             sent[rank] += waits
         clock[rank] = now
