@@ -5,9 +5,10 @@ import pytest
 from tfbig import presets
 from tfbig.config import Config, replace_fields
 from tfbig.errors import UserError
+from tfbig.planner import at_start
 from tfbig.planner.at_start import check_memory, free_host_bytes, request_at_start, shortfall
 from tfbig.planner.changes import cheapest_changes, difference
-from tfbig.planner.memory import peak, predict_memory
+from tfbig.planner.memory import Overhead, peak, predict_memory
 
 
 class Engine:
@@ -56,7 +57,7 @@ def test_nothing_is_advised_that_the_strategy_refuses():
     for strategy, degree in (("single", 1), ("pipeline", 2), ("mirrored", 1)):
         config = gpt2(strategy=strategy, pipeline_parallel_degree=degree)
         for there in (0.8, 0.5, 0.2):
-            request, _ = request_at_start(config, 4, there * needed(config, 4), "")
+            request, _ = request_at_start(config, 4, there * needed(config, 4), Overhead(), "")
             for change in cheapest_changes(request, 5):
                 after = change.plan.request.config.parallel
                 assert change.plan.fits and difference(request, change.plan.request) == change.text
@@ -64,12 +65,15 @@ def test_nothing_is_advised_that_the_strategy_refuses():
                 assert after.strategy in ("horovod", "pipeline") or "shard" not in change.text
 
 
-def test_a_bit_too_much_is_let_through_and_replicas_of_a_process_count():
-    config = gpt2()
-    need = needed(config, 1)
-    check_memory(config, Engine(1, 1), device_bytes=int(need / 1.05))
+def test_a_bit_too_much_is_let_through_and_replicas_of_a_process_count(monkeypatch):
+    config = gpt2(strategy="mirrored")
+    each = needed(config, 2)
+    check_memory(config, Engine(2, 1), device_bytes=int(each / 1.05))  # each has a GPU
+    monkeypatch.setattr(at_start, "free_host_bytes", lambda: int(3 * each))
+    check_memory(config, Engine(2, 2), device_bytes=0)
+    monkeypatch.setattr(at_start, "free_host_bytes", lambda: int(1.5 * each))
     with pytest.raises(UserError, match="on its fullest rank"):
-        check_memory(config, Engine(2, 1), device_bytes=0 * int(need) or 1)
+        check_memory(config, Engine(2, 1), device_bytes=0)
 
 
 def test_hopeless_cases_are_told_to_take_more_ranks():

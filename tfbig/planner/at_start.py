@@ -12,7 +12,7 @@ from tfbig.errors import UserError
 from tfbig.planner.changes import advice
 from tfbig.planner.cluster import make_cluster
 from tfbig.planner.layout import Request
-from tfbig.planner.memory import RankMemory, peak, predict_memory
+from tfbig.planner.memory import HOST_COPIES, Overhead, RankMemory, peak, predict_memory
 from tfbig.planner.prediction import request_for
 from tfbig.planner.question import own_constants
 from tfbig.planner.software import SOFTWARE
@@ -60,10 +60,18 @@ def check_memory(
     there = MEGABYTE * trainer.agree(there // MEGABYTE, "min")
     # Replicas of one process share the host's memory, but each has a GPU of its own.
     copies = 1 if device_bytes else max(1, trainer.num_replicas // trainer.data_size)
-    ranks = predict_memory(config, trainer.num_replicas)
+    ranks = predict_memory(config, trainer.num_replicas, overhead=overhead_of(device_bytes))
     if copies * peak(ranks).total > there * (1 + TOLERANCE):
-        raise UserError(shortfall(config, trainer.num_replicas, there / copies, peak_source))
+        overhead = overhead_of(device_bytes)
+        raise UserError(
+            shortfall(config, trainer.num_replicas, there / copies, overhead, peak_source)
+        )
     return [line(place, rank, there / copies) for place, rank in enumerate(ranks)]
+
+
+def overhead_of(device_bytes: int) -> Overhead:
+    """Returns what communication takes; a process's own bytes are no longer there to take."""
+    return Overhead(copies=0.0 if device_bytes else HOST_COPIES)
 
 
 def line(place: int, rank: RankMemory, there: float) -> str:
@@ -76,17 +84,25 @@ def line(place: int, rank: RankMemory, there: float) -> str:
     )
 
 
-def shortfall(config: Config, data_size: int, there: float, peak_source: str = "") -> str:
+def shortfall(
+    config: Config,
+    data_size: int,
+    there: float,
+    overhead: Overhead | None = None,
+    peak_source: str = "",
+) -> str:
     """Returns why a run cannot fit and what would make it, in one line.
 
     Args:
       config: of the run.
       data_size: replicas.
       there: bytes a rank.
+      overhead: of `overhead_of`.
       peak_source: how tfbig/hardware.py names the device.
     """
-    needed = peak(predict_memory(config, data_size)).total
-    request, is_known = request_at_start(config, data_size, there, peak_source)
+    overhead = overhead or Overhead()
+    needed = peak(predict_memory(config, data_size, overhead=overhead)).total
+    request, is_known = request_at_start(config, data_size, there, overhead, peak_source)
     return (
         f"--strategy={config.parallel.strategy} would take {needed / 1e9:,.1f} GB on its fullest"
         f" rank, where {there / 1e9:,.1f} GB are there. {advice(request, is_known)}"
@@ -94,7 +110,7 @@ def shortfall(config: Config, data_size: int, there: float, peak_source: str = "
 
 
 def request_at_start(
-    config: Config, data_size: int, there: float, peak_source: str
+    config: Config, data_size: int, there: float, overhead: Overhead, peak_source: str
 ) -> tuple[Request, bool]:
     """Returns the planner's question about this run, and whether its machine is known.
 
@@ -109,8 +125,14 @@ def request_at_start(
         cluster = make_cluster(f"{STAND_IN}:{num_devices}", constants)
         request = Request(config, cluster, SOFTWARE["tfbig"], 1.0, constants)
         is_known = False
-    nothing = {"context_bytes": 0.0, "communicator_bytes": 0.0, "allocator_fraction": 0.0}
+    own = {
+        "context_bytes": 0.0,
+        "communicator_bytes": 0.0,
+        "allocator_fraction": 0.0,
+        "transport_copies": overhead.copies,
+    }
     device = dataclasses.replace(request.cluster.device, memory_bytes=there)
-    overhead = {**request.cluster.overhead, **nothing}
-    cluster = dataclasses.replace(request.cluster, device=device, overhead=overhead)
+    cluster = dataclasses.replace(
+        request.cluster, device=device, overhead={**request.cluster.overhead, **own}
+    )
     return dataclasses.replace(request, cluster=cluster), is_known

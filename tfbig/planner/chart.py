@@ -159,8 +159,8 @@ def _draw_wall(
     walled = [point.num_devices for point in known if point.least_bytes / 1e9 > capacity]
     if walled:
         # To the middle between the last number that is too small and the next.
-        style = {"opacity": 0.15, "line_width": 0, "fillcolor": "red"}
-        figure.add_vrect(x0=min(counts) / math.sqrt(2), x1=max(walled) * math.sqrt(2), **style)
+        band = {"opacity": 0.15, "line_width": 0, "fillcolor": "red"}
+        figure.add_vrect(x0=min(counts) / math.sqrt(2), x1=max(walled) * math.sqrt(2), **band)
         for row in (1, 2):
             place = {"x": math.log10(min(counts)), "y": 1, "yref": "y domain", "yanchor": "top"}
             figure.add_annotation(

@@ -27,7 +27,7 @@ from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
 from tfbig.planner.cluster import Device, load_constants, make_cluster
 from tfbig.planner.measure_steps import MEMORY_SHAPES, PAIR_SHAPE, SHAPES, STEPS, config_of
-from tfbig.planner.memory import MemoryOptions, Overhead, peak, predict_memory
+from tfbig.planner.memory import HOST_COPIES, MemoryOptions, Overhead, peak, predict_memory
 from tfbig.planner.question import constants_path
 from tfbig.planner.software import SOFTWARE
 from tfbig.planner.step_time import StepModel
@@ -210,6 +210,7 @@ def constants_of(
                 "context_bytes": overhead.context,
                 "communicator_bytes": overhead.communicator,
                 "allocator_fraction": overhead.allocator,
+                "transport_copies": overhead.copies,
             },
             "source": f"measured {when} on {platform.processor() or platform.machine()}",
         }
@@ -322,7 +323,12 @@ def fit_overhead(rows: Sequence[Mapping[str, Any]]) -> Overhead:
     spread = sum((x - mean_x) ** 2 for x in tensors)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(tensors, peaks, strict=True)) / spread
     slope = max(1.0, slope)
-    return Overhead(context=mean_y - slope * mean_x, communicator=2e7, allocator=slope - 1)
+    return Overhead(
+        context=mean_y - slope * mean_x,
+        communicator=2e7,
+        allocator=slope - 1,
+        copies=HOST_COPIES,
+    )
 
 
 def with_communicator(overhead: Overhead, shape: Mapping[str, Any], peak_bytes: float) -> Overhead:

@@ -43,12 +43,19 @@ class Overhead:
       communicator: bytes of one group of ranks, its buffers.
       allocator: share of all tensors that the allocator holds beyond them.
       buffers: bytes of buckets that are allocated whatever the model.
+      copies: that Horovod and its transport make of a bucket on its way: HOST_COPIES between hosts'
+        memories, none between GPUs, whose NCCL has buffers of its own.
     """
 
     context: float = 0.0
     communicator: float = 0.0
     allocator: float = 0.0
     buffers: float = 0.0
+    copies: float = 0.0
+
+
+# Of Horovod's fusion buffer and Gloo's (docs/memory.md measured them).
+HOST_COPIES = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,32 +257,33 @@ class Accounting:
         if self.data == 1:
             return 0.0
         state, level = self.state, self.options.sharding_level
-        bucket = self.config.parallel.bucket_megabytes * 2**20
+        bucket = float(self.config.parallel.bucket_megabytes * 2**20)
         if self.options.kernels == "fused" and level < 2:
             return 2 * min(bucket, state.gradient * counts.total)
         if level == 0:
             return self._all_reduced(counts)
         if level == 1:
-            # Two buckets are under way, and three copies that Horovod and its transport make of
-            # one; a large table has a bucket of its own.
+            # Two buckets are under way; a large table has one of its own.
             whole = state.summed * counts.trained
-            return 5 * min(max(bucket, state.summed * counts.largest), whole)
-        buffers = state.summed * self._unit(stages)
-        if level == 3:
-            buffers += (self.element + state.gathered) * self._unit(stages)
-        return buffers
+            bucket = min(max(bucket, state.summed * counts.largest), whole)
+            return (2 + self.overhead.copies) * bucket
+        # A unit's flat gradients and those of the one before; of weights, what is in use, and what
+        # arrives in one piece and is then cut.
+        flat = (2 + self.overhead.copies) * self._unit(stages)
+        gathered = state.gathered * flat + self.element * self._unit(stages)
+        return state.summed * flat + (gathered if level == 3 else 0.0)
 
     def _all_reduced(self, counts: Counts) -> float:
         """Returns what Horovod holds while it sums all gradients, beyond a microbatch's own.
 
         Each result has its room as soon as Horovod is told of it. It copies what it sums at a time
-        into one buffer: up to its threshold, or all of what a tape hands in as one group.
+        into one buffer, of its threshold; between hosts' memories all of a tape's group was copied.
         """
         parallel, whole = self.config.parallel, self.state.summed * counts.trained
         has_totals = parallel.strategy in HAVE_TOTALS
         flat = whole if has_totals else 0.0  # a copy of the totals
         tape = not has_totals and gradient_reduction(parallel) == "tape"
-        fused = whole if tape else min(whole, FUSION_BYTES)
+        fused = whole if tape and self.overhead.copies else min(whole, FUSION_BYTES)
         return max(0.0, flat + whole - self.state.passing * counts.trained) + fused
 
     def _workspace(self) -> float:

@@ -94,6 +94,7 @@ class Software:
             communicator,
             own["allocator_fraction"],
             self.fixed_buffers + self.communicators * communicator,
+            own.get("transport_copies", 0.0),
         )
 
 
