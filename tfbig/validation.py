@@ -127,11 +127,6 @@ def _adapter_problems(config: Config) -> Iterator[str]:
             f"--lora_alpha={model.lora_alpha} must be above 0 and finite: "
             f"{way_out(model, 'lora_alpha')}"
         )
-    if config.parallel.sharding_level and (model.lora_rank or freeze):
-        yield (
-            "--lora_rank and --freeze leave little state to share and don't go with"
-            " --shard_optimizer_state, --shard_gradients or --shard_parameters: leave one out."
-        )
     if not freeze or model.num_heads < 1 or not 1 <= model.num_layers <= _MAX_LAYERS_LISTED:
         return
     paths = [spec.path for spec in variable_specs(model)]

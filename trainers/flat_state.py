@@ -37,6 +37,7 @@ class FlatState:
         self, buckets: Sequence[FlatBucket], part: int, shards: Mapping[str, Shard]
     ) -> None:
         self._shards = shards
+        self._paths = [path for bucket in buckets for path in bucket.paths]
         self._regions: list[_Region] = []
         for index, bucket in enumerate(buckets):
             for piece in bucket.pieces(part):
@@ -73,12 +74,11 @@ class FlatState:
 
     def load(self, reader: StateReader, prefix: str, parts: Sequence[tf.Variable]) -> list[str]:
         """Fills the parts from a checkpoint of any layout; returns the paths that it lacks."""
-        missing: dict[str, None] = {}
+        missing = [prefix + path for path in self._paths if not reader.has(prefix + path)]
         values = [part.numpy().copy() for part in parts]
         for region in self._regions:
             path = prefix + region.path
-            if not reader.has(path):
-                missing[path] = None
+            if path in missing:
                 continue
             flat = values[region.bucket][region.begin : region.end]
             inner = region.valid.relative_to(region.local.start)
@@ -86,7 +86,7 @@ class FlatState:
             flat.reshape(region.local.shape)[inner.slices] = found
         for part, value in zip(parts, values, strict=True):
             part.assign(value)
-        return list(missing)
+        return missing
 
     def _global_start(self, region: _Region) -> tuple[int, ...]:
         shard_start = self._shards[region.path].start

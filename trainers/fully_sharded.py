@@ -1,17 +1,20 @@
 """Data parallelism whose ranks share gradients (ZeRO-2), and weights too (ZeRO-3)."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfbig.checkpoint_format import Slice
 from tfbig.model.context import Context
 from tfbig.model.gpt import GPT
 from tfbig.recomputation_mode import group_size
-from trainers.base import Batch
+from trainers.base import Batch, StateReader
 from trainers.clock import Clock
 from trainers.flat_buckets import FlatBucket, flat_buckets, model_sizes
+from trainers.frozen_weights import FrozenWeights
 from trainers.gradients import BatchSums
 from trainers.model_units import model_units, unit_buckets
 from trainers.sharded import ShardedTrainer
@@ -29,21 +32,29 @@ class GradientShardedTrainer(ShardedTrainer):
     def build(self, training: bool = True, num_sources: int = 1, vocab_size: int = 0) -> None:
         parallel = self.config.parallel
         self._units = model_units(
-            self.config.model, max(1, group_size(parallel.activation_checkpointing))
+            self.config.model,
+            max(1, group_size(parallel.activation_checkpointing)),
+            self.config.optimizer.freeze,
         )
         super().build(training, num_sources, vocab_size)
         self._unit_state = UnitState(
             self.model,
             self._units,
             self._optimizer,
-            self._variables or None,
+            self._locals[0].weights() or None,
             self._optimizer.shards,
+            self._make_frozen(),
         )
         self._passes = [UnitPasses(self.model, unit, parallel.jit_compile) for unit in self._units]
         self._step: ShardedStep = make_step(parallel, self._passes, self._unit_state)
 
+    def _make_frozen(self) -> FrozenWeights | None:
+        """Returns the weights that are not trained where ranks share them."""
+        return None
+
     def _flat_buckets(self) -> list[FlatBucket]:
-        return flat_buckets(model_sizes(self.config.model), unit_buckets(self._units), self.size)
+        paths = unit_buckets(unit.trained for unit in self._units)
+        return flat_buckets(model_sizes(self.config.model), paths, self.size)
 
     def _gradients(self, batch: Batch, step: tf.Tensor, clock: Clock) -> tuple[Parts, BatchSums]:
         scale = self._locals[0].loss_scale.of_the_sum()
@@ -69,6 +80,20 @@ class ParameterShardedTrainer(GradientShardedTrainer):
 
     def _model_variables(self) -> dict[str, tf.Variable]:
         return {}
+
+    def _make_frozen(self) -> FrozenWeights:
+        paths = unit_buckets(unit.frozen for unit in self._units)
+        buckets = flat_buckets(model_sizes(self.config.model), paths, self.size)
+        shards = self._optimizer.shards
+        self._frozen = FrozenWeights(buckets, self._data, shards, self._initial_value)
+        return self._frozen
+
+    def state_slices(self) -> Iterator[Slice]:
+        yield from super().state_slices()
+        yield from self._frozen.slices()
+
+    def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:
+        return super().load_state(reader, weights_only) + self._frozen.load(reader)
 
     def _evaluation_sums(self, batch: Batch, weights: str) -> BatchSums:
         prefix = "ema/" if weights == "ema" else ""

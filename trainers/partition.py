@@ -7,7 +7,6 @@ from typing import Any
 
 from tfbig.config import Config
 from tfbig.errors import UserError
-from tfbig.together import on_every_rank
 from trainers.activations import block_bytes, head_bytes
 from trainers.pipeline_schedule import stages_in_flight
 from trainers.state_bytes import NOTHING, Counts, own_state, rank_counts, stage_counts
@@ -166,19 +165,6 @@ def counts_of(config: Config, partition: Partition, rank: int) -> Counts:
             own = stage_counts(config, stage.block_range, index == 0, index == last)
             counts = counts.plus(own)
     return counts
-
-
-@on_every_rank(is_agreed=False)
-def check_stages_train(config: Config, partition: Partition) -> None:
-    """Checks that each stage has something to train.
-
-    Raises:
-      UserError: --freeze leaves one without.
-    """
-    last = len(partition.stages) - 1
-    for index, stage in enumerate(partition.stages if config.optimizer.freeze else ()):
-        if not stage_counts(config, stage.block_range, index == 0, index == last).trained:
-            raise UserError("--freeze leaves a stage nothing to train: freeze less, or cut less.")
 
 
 def _bounds_by_hand(config: Config, num_stages: int) -> list[int]:

@@ -25,7 +25,7 @@ from trainers.flat_buckets import flat_buckets
 from trainers.gpu_identity import check_own_gpu, gpu_uuid
 from trainers.mesh import make_mesh, mesh_groups, warn_of_slow_tensor_groups
 from trainers.mesh_decoding import MeshDecoder
-from trainers.partition import check_stages_train, choose_partition
+from trainers.partition import choose_partition
 from trainers.pipeline_link import Link
 from trainers.pipeline_program import plan_programs
 from trainers.pipeline_schedule import compute_order, forward_order
@@ -128,11 +128,7 @@ class PipelineTrainer(Trainer):
         self._replica_check = mesh_check(self._engine, config.model, self.mesh, variables)
         for path, variable in variables.items():
             assert tuple(variable.shape) == self._shards[path].local_shape, path
-        trained = {
-            path: shard
-            for path, shard in self._shards.items()
-            if is_trained(path, config.model, config.optimizer.freeze)
-        }
+        trained = {path: s for path, s in self._shards.items() if self._is_trained(path)}
         own = {path: variable for path, variable in variables.items() if path in trained}
         self._optimizer = self._make_optimizer(own, training)
         self._loss_scale = LossScale(config)
@@ -171,7 +167,7 @@ class PipelineTrainer(Trainer):
         )
 
     def _make_weights(self, block_range: tuple[int, int] | None, **options: Any) -> GPT:
-        """Returns a model with its variables; where state is shared, in the dtypes of their use.
+        """Returns a model with its variables; where state is shared, what is trained as it is used.
 
         Exact values are then with the optimizer, a part on each data rank.
         """
@@ -179,7 +175,10 @@ class PipelineTrainer(Trainer):
         if parallel.sharding_level == 0 or parallel.precision == "float32":
             return self._make_model(block_range, **options)
         make = functools.partial(self._make_model, block_range, initial_values=False, **options)
-        return stored_as_used(make, self._initial_value)
+        return stored_as_used(make, self._initial_value, self._is_trained)
+
+    def _is_trained(self, path: str) -> bool:
+        return is_trained(path, self.config.model, self.config.optimizer.freeze)
 
     def _initial_value(self, path: str) -> tf.Tensor:
         """Returns what a variable of this rank starts from, float32."""
@@ -192,8 +191,6 @@ class PipelineTrainer(Trainer):
             for chunk in range(self._num_chunks)
         ]
         # Microbatches in flight would each keep a gradient of the head as large as its weight.
-        if training:
-            check_stages_train(self.config, self.partition)
         models = [self._make_weights(blocks, chunked_head=False) for blocks in ranges]
         options = self.config.parallel.jit_compile, self.config.optimizer.freeze
         self._chunks = [Chunk(model, training, *options) for model in models]
@@ -310,9 +307,8 @@ class PipelineTrainer(Trainer):
 
     def _averages(self) -> Any:
         """Returns what the stepper takes in place of the weights."""
-        averages = self._optimizer.averages()
-        assert averages, "this run keeps no moving average"
-        return averages
+        assert self.config.optimizer.ema_decay > 0, "this run keeps no moving average"
+        return self._optimizer.averages()
 
     def _share_graph(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the sum over all ranks, all but one of which pass zeros at any element."""
@@ -320,9 +316,10 @@ class PipelineTrainer(Trainer):
         return self._engine.world.all_reduce(tensor, name)
 
     def state_slices(self) -> Iterator[Slice]:
-        exact = self._shards if self._optimizer.holds_weights else {}
+        exact = self._optimizer.holds_weights
         for part in self._state.slices():
-            if part.path not in exact:  # else the optimizer's are
+            is_weight = part.path in self._shards
+            if not (exact and is_weight and self._is_trained(part.path)):  # else the optimizer's
                 yield part
         yield from self._optimizer.slices()
 

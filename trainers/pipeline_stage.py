@@ -64,10 +64,12 @@ class Chunk:
             else []
         )
         self._passes: dict[tuple, Passes] = {}
+        # Nothing before it can be trained, so that a chunk of frozen weights has no backward pass.
+        self._has_backward = bool(self.trained) or not model.has_embedding
         self._pending: dict[int, Pending] = {}
         self._num_added = 0
         self._accumulate: dict[bool, Callable] = {}
-        self._evaluate = tf.function(self._pass, autograph=False)
+        self._forward_alone = tf.function(self._pass, autograph=False)
         self._read = tf.function(self._read_weights, autograph=False)
 
     def begin(self, values: Mapping[str, tf.Variable] | None = None) -> None:
@@ -100,6 +102,8 @@ class Chunk:
           num_microbatches: into which the batch is cut.
           step: scalar int64, on which dropout depends.
         """
+        if not self._has_backward:
+            return self._run(hidden, batch, index, num_microbatches, step, True)
         key = (num_microbatches, *sorted((name, tuple(x.shape)) for name, x in batch.items()))
         if key not in self._passes:
             self._passes[key] = self._make_passes(batch, num_microbatches)
@@ -114,10 +118,14 @@ class Chunk:
     def backward(self, index: int, upstream: tf.Tensor | None) -> tf.Tensor | None:
         """Adds a microbatch's gradients to the totals; returns that of the chunk's input.
 
+        Nothing is done, and None returned, where what the chunk is differentiated by is empty.
+
         Args:
           index: of the microbatch.
           upstream: gradient of the chunk's output; of the last chunk's loss sum, None means 1.
         """
+        if not self._has_backward:
+            return None
         passes, arguments, kept = self._pending.pop(index)
         gradients = passes.backward(
             arguments, kept, tf.constant(1.0) if upstream is None else upstream
@@ -137,9 +145,21 @@ class Chunk:
         self, hidden: tf.Tensor | None, batch: Batch, index: int, num_microbatches: int
     ) -> tf.Tensor | BatchSums:
         """Returns what `forward` returns, without dropout and with nothing kept."""
-        step = tf.constant(0, tf.int64)  # of no dropout
-        arguments = (hidden, dict(batch), tf.constant(index), num_microbatches, step, False)
-        return self._evaluate(self._weights, *arguments)
+        no_dropout = tf.constant(0, tf.int64)
+        return self._run(hidden, batch, index, num_microbatches, no_dropout, False)
+
+    def _run(
+        self,
+        hidden: tf.Tensor | None,
+        batch: Batch,
+        index: int,
+        num_microbatches: int,
+        step: tf.Tensor,
+        training: bool,
+    ) -> tf.Tensor | BatchSums:
+        """Returns what `forward` returns, with nothing kept."""
+        arguments = (hidden, dict(batch), tf.constant(index), num_microbatches, step, training)
+        return self._forward_alone(self._weights, *arguments)
 
     def take_totals(self) -> dict[str, tf.Tensor]:
         """Returns the gradients summed over the step's microbatches, and begins anew."""

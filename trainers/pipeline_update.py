@@ -8,7 +8,6 @@ import tensorflow as tf
 from tfbig.config import Config
 from tfbig.loss_scale import LossScale
 from tfbig.optimizer import decide, mean_norms
-from tfbig.variables import variable_rule
 from trainers.base import Batch, StepResult
 from trainers.buckets import flatten, unflatten
 from trainers.clock import Clock
@@ -66,12 +65,7 @@ class Update:
             return gradients  # parts: passes unit by unit have summed them on the way
         reduced = dict(gradients)
         sequence_parallel = self._config.parallel.sequence_parallel
-        # With sequence parallelism each rank saw its own positions only.
-        replicated = [
-            path
-            for path, shard in self._shards.items()
-            if not shard.is_sharded and (sequence_parallel or variable_rule(path).partial_gradient)
-        ]
+        replicated = [p for p, s in self._shards.items() if s.shares_gradient(sequence_parallel)]
         if replicated and self._groups.tensor.size > 1:
             flat = flatten(reduced, replicated)
             flat = self._groups.tensor.all_reduce(flat, "replicated", clock=clock)

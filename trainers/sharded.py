@@ -11,7 +11,7 @@ from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
 from tfbig.model.initialization import part_value
 from tfbig.optimizer import Decision
-from tfbig.variables import variable_specs
+from tfbig.variables import is_trained, variable_specs
 from trainers.base import Batch, StateReader
 from trainers.bucket_plan import plan_buckets
 from trainers.clock import Clock
@@ -28,14 +28,17 @@ class ShardedTrainer(HorovodTrainer):
     """Trains a replica in each process; optimizer state is shared among all of them."""
 
     def _make_model(self, initial_values: bool = True) -> GPT:
-        """Returns the model; in 16 bits, with its kernels and biases kept as they are used.
+        """Returns the model; in 16 bits, with what of it is trained kept as it is used.
 
-        Their exact values are with the optimizer, a part on each rank.
+        The exact values are with the optimizer, a part on each rank.
         """
         if self.config.parallel.precision == "float32":
             return super()._make_model(initial_values)
         make = functools.partial(super()._make_model, initial_values=False)
-        return stored_as_used(make, self._initial_value)
+        return stored_as_used(make, self._initial_value, self._is_trained)
+
+    def _is_trained(self, path: str) -> bool:
+        return is_trained(path, self.config.model, self.config.optimizer.freeze)
 
     def _initial_value(self, path: str) -> tf.Tensor:
         return part_value(self.config.model, self.config.run.seed, path)
@@ -45,18 +48,21 @@ class ShardedTrainer(HorovodTrainer):
         paths = [spec.path for spec in variable_specs(model)]
         places = {"data": self.rank, "pipeline": 0, "tensor": 0}
         sizes = {"data": self.size, "pipeline": 1, "tensor": 1}
+        trained = {path: v for path, v in variables.items() if self._is_trained(path)}
         optimizer = ShardedOptimizer(
             self.config,
-            variables or None,
+            trained or None,
             shard_table(model, paths, places, sizes),
             self._flat_buckets(),
             self._data,
             training,
         )
-        return Local(variables, {}, optimizer, LossScale(self.config))
+        frozen = {path: v for path, v in variables.items() if path not in trained}
+        return Local(trained, frozen, optimizer, LossScale(self.config))
 
     def _flat_buckets(self) -> list[FlatBucket]:
         sizes = model_sizes(self.config.model)
+        sizes = {path: size for path, size in sizes.items() if self._is_trained(path)}
         max_elements = (self.config.parallel.bucket_megabytes << 20) // FLOAT32_BYTES
         return flat_buckets(sizes, plan_buckets(sizes, max_elements), self.size)
 

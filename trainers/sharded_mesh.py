@@ -1,18 +1,20 @@
 """Meshes without a pipeline whose data ranks share gradients (ZeRO-2), and weights too (ZeRO-3)."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfbig.checkpoint_format import Slice
 from tfbig.model.context import Context
 from tfbig.recomputation_mode import group_size
 from tfbig.variables import variable_specs
-from trainers.base import Batch
+from trainers.base import Batch, StateReader
 from trainers.clock import Clock
 from trainers.flat_buckets import flat_buckets
+from trainers.frozen_weights import FrozenWeights
 from trainers.gradients import BatchSums
 from trainers.model_units import model_units, unit_buckets
 from trainers.pipeline import PipelineTrainer
@@ -32,15 +34,20 @@ class ShardedMeshTrainer(PipelineTrainer):
     def _make_parts(self, training: bool) -> dict[str, tf.Variable]:
         parallel = self.config.parallel
         self._units = model_units(
-            self.config.model, max(1, group_size(parallel.activation_checkpointing))
+            self.config.model,
+            max(1, group_size(parallel.activation_checkpointing)),
+            self.config.optimizer.freeze,
         )
+        self._variables: dict[str, tf.Variable] | None = None
+        self._frozen: FrozenWeights | None = None
         if parallel.shard_parameters:
             make = functools.partial(self._make_model, None, initial_values=False)
             self._model = unallocated(make)
             return {}
         self._model = self._make_weights(None)
         variables = self._model.canonical_variables()
-        return {path: variable.value for path, variable in variables.items()}
+        self._variables = {path: variable.value for path, variable in variables.items()}
+        return self._variables
 
     def _paths(self, variables: Mapping[str, tf.Variable]) -> list[str]:
         return [spec.path for spec in variable_specs(self.config.model)]
@@ -53,25 +60,30 @@ class ShardedMeshTrainer(PipelineTrainer):
             for path, shard in self._shards.items()
         }
         data = self._groups.data
-        buckets = flat_buckets(sizes, unit_buckets(self._units), data.size)
+        if self._variables is None:
+            paths = unit_buckets(unit.frozen for unit in self._units)
+            buckets = flat_buckets(sizes, paths, data.size)
+            self._frozen = FrozenWeights(buckets, data, self._shards, self._initial_value)
+        paths = unit_buckets(unit.trained for unit in self._units)
+        buckets = flat_buckets(sizes, paths, data.size)
         optimizer = ShardedOptimizer(
             self.config, variables or None, self._shards, buckets, data, training
         )
         optimizer.begin(self._initial_value)
-        self._variables = variables or None
         return optimizer
 
     def _make_stepper(self) -> "ShardedStepper":
         parallel, tensor = self.config.parallel, self._groups.tensor
         assert isinstance(self._optimizer, ShardedOptimizer)
-        shared = parallel.sequence_parallel and tensor.size > 1
         state = UnitState(
             self._model,
             self._units,
             self._optimizer,
             self._variables,
             self._shards,
-            tensor if shared else None,
+            self._frozen,
+            tensor if tensor.size > 1 else None,
+            parallel.sequence_parallel,
         )
         passes = [UnitPasses(self._model, unit, parallel.jit_compile) for unit in self._units]
         step = make_step(parallel, passes, state)
@@ -79,6 +91,15 @@ class ShardedMeshTrainer(PipelineTrainer):
 
     def _make_decoder(self) -> "HistoryDecoder":
         return HistoryDecoder(self._stepper)
+
+    def state_slices(self) -> Iterator[Slice]:
+        yield from super().state_slices()
+        if self._frozen is not None:
+            yield from self._frozen.slices()
+
+    def load_state(self, reader: StateReader, weights_only: bool = False) -> list[str]:
+        missing = super().load_state(reader, weights_only)
+        return missing if self._frozen is None else missing + self._frozen.load(reader)
 
     def _take_totals(self) -> Parts:
         return self._stepper.parts

@@ -17,7 +17,7 @@ from trainers.base import StateReader
 from trainers.clock import Clock
 from trainers.collectives import Group
 from trainers.flat_buckets import FlatBucket
-from trainers.flat_state import FlatState
+from trainers.shared_buckets import SharedBuckets, joined
 from trainers.tensor_table import Shard
 
 Parts = list[tf.Tensor]  # (part_size,) float32 of each bucket
@@ -31,9 +31,9 @@ class ShardedOptimizer:
 
     Args:
       config: of the run.
-      variables: this rank's weights, all of them, by path; None where it has only its parts.
+      variables: this rank's trained weights by path; None where it has only its parts.
       shards: what they are of the model's variables.
-      buckets: that they lie in.
+      buckets: that the trained weights lie in.
       group: the data group.
       training: whether there are slots.
     """
@@ -49,7 +49,8 @@ class ShardedOptimizer:
     ) -> None:
         self._num_layers = config.model.num_layers
         self._variables, self.shards = dict(variables or {}), shards
-        self.buckets, self._group = list(buckets), group
+        self._shared, self._group = SharedBuckets(buckets, group, shards), group
+        self.buckets = self._shared.buckets
         self._rule = FlatOptimizer(
             config.optimizer,
             [bucket.part_size for bucket in buckets],
@@ -61,11 +62,8 @@ class ShardedOptimizer:
         is_narrow = any(variable.dtype != tf.float32 for variable in self._variables.values())
         if variables is None or (is_narrow and training):
             with self._rule.device():
-                self._exact = [
-                    tf.Variable(tf.zeros([bucket.part_size]), trainable=False, name="exact")
-                    for bucket in buckets
-                ]
-        self._state = FlatState(buckets, group.rank, shards)
+                self._exact = self._shared.new_parts("exact")
+        self._state = self._shared.state
         self._gathered_averages = tf.function(self._gather_averages, autograph=False)
 
     def state(self) -> dict[str, tf.Variable]:
@@ -74,11 +72,11 @@ class ShardedOptimizer:
 
     def begin(self, value_of: Callable[[str], tf.Tensor]) -> None:
         """Takes exact weights and averages from float32 values by path: the initial ones."""
-        for index, bucket in enumerate(self.buckets):
+        for index in range(len(self.buckets)):
             parts = self._exact[index : index + 1]
             parts += self._rule.slots.get("ema/", [])[index : index + 1]
             if parts:
-                value = self._own(bucket, value_of)
+                value = self._shared.own(index, value_of)
                 for part in parts:
                     part.assign(value)
 
@@ -97,7 +95,7 @@ class ShardedOptimizer:
         return {
             path: value
             for index, part in enumerate(self._rule.slots.get("ema/", []))
-            for path, value in self._gathered(
+            for path, value in self._shared.gathered(
                 index, part.read_value(), f"average_{index}", None
             ).items()
         }
@@ -148,9 +146,7 @@ class ShardedOptimizer:
           prefix: "ema/" gives the averages instead.
         """
         parts = self._rule.slots[prefix] if prefix else self._exact
-        with tf.control_dependencies(list(after)):
-            part = tf.identity(parts[index].read_value())
-        return self._gathered(index, part, name, clock)
+        return self._shared.read_gathered(index, parts[index], name, after, clock)
 
     def squares_by_layer(self, gradients: Parts) -> tf.Tensor:
         """Returns this rank's share (layers,) of the sums of squares over the whole model."""
@@ -187,7 +183,8 @@ class ShardedOptimizer:
             if self._exact:
                 assigned[-1].append(self._exact[index].assign(new, read_value=False))
             if self._variables:
-                for path, value in self._gathered(index, new, f"gather_{index}", clock).items():
+                gathered = self._shared.gathered(index, new, f"gather_{index}", clock)
+                for path, value in gathered.items():
                     variable = self._variables[path]
                     value = tf.cast(value, variable.dtype)
                     assigned[-1].append(variable.assign(value, read_value=False))
@@ -216,39 +213,12 @@ class ShardedOptimizer:
             for prefix, parts in self._rule.slots.items():
                 missing += self._state.load(reader, prefix, parts)
         if self._exact:
-            self._state.load(reader, "", self._exact)
+            lacking = self._state.load(reader, "", self._exact)
+            missing += [] if self._variables else lacking  # variables say so themselves
         return missing
 
     def _weights(self, index: int) -> tf.Tensor:
         """Returns this rank's part of a bucket's weights, float32."""
         if self._exact:
             return self._exact[index].read_value()
-        return self._own(self.buckets[index], lambda path: self._variables[path].read_value())
-
-    def _own(self, bucket: FlatBucket, value_of: Callable[[str], tf.Tensor]) -> tf.Tensor:
-        pieces = bucket.pieces(self._group.rank)
-        parts = [tf.reshape(value_of(p.path), [-1])[p.start : p.stop] for p in pieces]
-        missing = bucket.part_size - sum(piece.stop - piece.start for piece in pieces)
-        return tf.concat([*parts, tf.zeros([missing])], 0)  # (part_size,)
-
-    def _gathered(
-        self, index: int, part: tf.Tensor, name: str, clock: Clock | None
-    ) -> dict[str, tf.Tensor]:
-        """Returns a bucket's tensors, by path, of all ranks' parts."""
-        bucket = self.buckets[index]
-        flat = self._group.all_gather(part, name, clock)
-        return {
-            path: tf.reshape(value, self.shards[path].local_shape)
-            for path, value in zip(bucket.paths, split(bucket, flat), strict=True)
-        }
-
-
-def joined(bucket: FlatBucket, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns a bucket's tensors end to end in float32, padded."""
-    flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
-    return tf.concat([*flat, tf.zeros([bucket.padding])], 0)  # (num_parts * part_size,)
-
-
-def split(bucket: FlatBucket, flat: tf.Tensor) -> list[tf.Tensor]:
-    """Returns the flat values of a bucket's variables."""
-    return tf.split(flat, [*bucket.sizes, bucket.padding])[:-1]
+        return self._shared.own(index, lambda path: self._variables[path].read_value())

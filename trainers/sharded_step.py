@@ -39,6 +39,8 @@ class ShardedStep:
     ) -> None:
         self._passes, self._state = list(passes), state
         self._recomputes, self._offload_horizon = recomputes, offload_horizon
+        # Nothing before it is trained, so backward ends there.
+        self._first = next(i for i, one in enumerate(self._passes) if one.unit.trained)
 
     def gradients(
         self,
@@ -96,6 +98,10 @@ class _Microbatch:
             before = self._entered[index - 1] if index else None
             after = begin if before is None else [before]
             weights = self._owner._state.weights(index, after, f"forward_{self._name}", self._clock)
+            if index < self._owner._first:
+                self._kept.append(None)
+                hidden = unit.forward(weights, hidden, self._step, self._batch)
+                continue
             arguments = unit.arguments(weights, hidden, self._step, self._batch)
             results, kept = unit.training(self._batch).forward(arguments)
             makes_again = self._makes_again(index)
@@ -110,7 +116,7 @@ class _Microbatch:
         totals: dict[int, tf.Tensor] = {}
         left: list[list[tf.Tensor]] = [[], []]  # what each unit sent off, two units behind
         arrived = self._entered[-1]
-        for index in reversed(range(len(self._owner._passes))):
+        for index in reversed(range(self._owner._first, len(self._owner._passes))):
             unit = self._owner._passes[index]
             weights = self._last_weights
             if index < len(self._owner._passes) - 1:
@@ -123,7 +129,7 @@ class _Microbatch:
             gradients, upstream = self._unit_backward(index, weights, upstream)
             parts = self._owner._state.reduce(
                 index,
-                dict(zip(unit.unit.paths, gradients, strict=True)),
+                dict(zip(unit.unit.trained, gradients, strict=True)),
                 f"scatter_{self._name}",
                 self._clock,
             )
@@ -135,7 +141,7 @@ class _Microbatch:
     def _unit_backward(
         self, index: int, weights: Sequence[tf.Tensor], upstream: tf.Tensor
     ) -> tuple[Sequence[tf.Tensor], tf.Tensor | None]:
-        """Returns gradients of the weights and of what entered the unit."""
+        """Returns gradients of the trained weights and of what entered the unit."""
         unit, kept, hidden = self._owner._passes[index], self._kept[index], self._entered[index]
         passes = unit.training(self._batch)
         if kept is None:
@@ -147,7 +153,7 @@ class _Microbatch:
         if kept is None:
             _, kept = passes.forward(arguments)
         gradients = passes.backward(arguments, kept, upstream)
-        count = len(weights)
+        count = len(unit.unit.trained)
         return gradients[:count], gradients[count] if len(gradients) > count else None
 
     def _makes_again(self, index: int) -> bool:

@@ -18,23 +18,27 @@ class Counts(NamedTuple):
     Args:
       total: all of them.
       trained: those that the optimizer changes.
-      narrow: those that passes read in the compute dtype; the others stay float32.
+      narrow: trained ones that passes read in the compute dtype; the others stay float32.
+      frozen_narrow: the same of those that are not trained.
       largest: of one variable that is trained.
     """
 
     total: int
     trained: int
     narrow: int
+    frozen_narrow: int
     largest: int
 
     def plus(self, other: "Counts", times: int = 1) -> "Counts":
         """Returns the counts of this and of `times` as much as the other."""
-        sums = [a + times * b for a, b in zip(self[:3], other[:3], strict=True)]
+        total, trained, narrow, frozen = (
+            a + times * b for a, b in zip(self[:4], other[:4], strict=True)
+        )
         largest = max(self.largest, other.largest if times else 0)
-        return Counts(sums[0], sums[1], sums[2], largest)
+        return Counts(total, trained, narrow, frozen, largest)
 
 
-NOTHING = Counts(0, 0, 0, 0)
+NOTHING = Counts(0, 0, 0, 0, 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -61,9 +65,10 @@ def rank_counts(
         shape, dim = list(spec.shape), spec.rule.shard_dim
         if dim is not None:
             shape[dim] = part_of(shape[dim], tensor, 0)[1]
-        size, trained = math.prod(shape), is_trained(spec.path, model, freeze)
-        own = Counts(size, size * trained, size * is_narrow(spec.path), size * trained)
-        counts = counts.plus(own)
+        size = math.prod(shape)
+        trained = size * is_trained(spec.path, model, freeze)
+        narrow, frozen = (part * is_narrow(spec.path) for part in (trained, size - trained))
+        counts = counts.plus(Counts(size, trained, narrow, frozen, trained))
     return counts
 
 
@@ -96,6 +101,7 @@ class StateBytes:
       passing: a microbatch's gradient before it is added; never sharded, but of one unit only where
         gradients are.
       wide_weight: `weight` of tables and norms, which stay float32; None where it is the same.
+      frozen_weight: `weight` of what is not trained; None where it is the same.
       gathered: of a weight on its way to the other ranks.
       summed: of a gradient on its way.
     """
@@ -105,13 +111,16 @@ class StateBytes:
     optimizer: float
     passing: float = 0.0
     wide_weight: float | None = None
+    frozen_weight: float | None = None
     gathered: float = 4.0
     summed: float = 4.0
 
     def weights(self, counts: Counts) -> float:
         """Returns the bytes of a rank's weights, unsharded."""
         wide = self.weight if self.wide_weight is None else self.wide_weight
-        return self.weight * counts.narrow + wide * (counts.total - counts.narrow)
+        frozen = self.weight if self.frozen_weight is None else self.frozen_weight
+        num_wide = counts.total - counts.narrow - counts.frozen_narrow
+        return self.weight * counts.narrow + frozen * counts.frozen_narrow + wide * num_wide
 
     def resting(self, counts: Counts, level: int, data_size: int) -> float:
         """Returns what a rank holds from step to step, and the summed gradients.
@@ -132,7 +141,8 @@ def own_state(config: Config, level: int | None = None) -> StateBytes:
 
     Unsharded, variables are float32, and passes read a copy of kernels and biases in the compute
     dtype. From level 1 on the variables are what passes read, and exact values are with the
-    optimizer, shared; at level 3 these are the weights, and what passes read is gathered.
+    optimizer, shared; at level 3 these are the weights, and what passes read is gathered. What is
+    not trained stays float32; from level 2 on its copies are made unit by unit.
 
     Args:
       config: of the run.
@@ -152,5 +162,6 @@ def own_state(config: Config, level: int | None = None) -> StateBytes:
         return StateBytes(4 + (element if narrow else 0), 4, slots, passing, wide_weight=4)
     if level < 3:
         exact = 4 if narrow else 0
-        return StateBytes(element, 4, slots + exact, passing, wide_weight=4)
+        frozen = 4 + exact * element / 4 if level == 1 else 4
+        return StateBytes(element, 4, slots + exact, passing, 4, frozen)
     return StateBytes(4, 4, slots, passing)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from tfbig.config import ModelConfig
-from tfbig.variables import VariableSpec, part_of, valid_part_of, variable_specs
+from tfbig.variables import VariableSpec, part_of, valid_part_of, variable_rule, variable_specs
 
 TOKEN_TABLE = "embedding_layer/token_emb/embeddings"
 
@@ -21,6 +21,15 @@ class Shard(NamedTuple):
     is_counted: bool  # this rank counts it in sums over the whole model, once for all replicas
     is_counted_in_replica: bool  # this rank counts it in sums over its replica of the model
     is_copy: bool  # the last stage's copy of a tied token embedding
+
+    def shares_gradient(self, sequence_parallel: bool) -> bool:
+        """Returns whether ranks of a tensor group each have but a share of a copy's gradient.
+
+        Args:
+          sequence_parallel: each of them saw its own positions only.
+        """
+        partial = sequence_parallel or variable_rule(self.path).partial_gradient
+        return partial and not self.is_sharded
 
 
 def stage_paths(

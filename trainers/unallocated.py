@@ -24,15 +24,23 @@ def unallocated(make: Callable[[], GPT]) -> GPT:
     return model
 
 
-def stored_as_used(make: Callable[[], GPT], value_of: Callable[[str], tf.Tensor]) -> GPT:
-    """Returns make(), whose variables have the dtypes that the layers compute with.
+def stored_as_used(
+    make: Callable[[], GPT],
+    value_of: Callable[[str], tf.Tensor],
+    trains: Callable[[str], bool],
+) -> GPT:
+    """Returns make(), whose trained variables have the dtypes that the layers compute with.
 
     Args:
       make: builds a model without setting initial values.
       value_of: path -> float32 initial value.
+      trains: path -> whether a run changes the variable and so keeps its exact value elsewhere;
+        others stay float32.
     """
     model = unallocated(make)
     for path, variable in model.canonical_variables().items():
-        value = tf.cast(value_of(path), model.weight_dtype(path))
+        value = value_of(path)
+        if trains(path):
+            value = tf.cast(value, model.weight_dtype(path))
         variable._initialize(tf.Variable(value, name=variable.name))
     return model

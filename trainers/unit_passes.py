@@ -30,8 +30,9 @@ class UnitPasses:
     def training(self, batch: Batch) -> Passes:
         """Returns the passes over a microbatch of such shapes.
 
-        They take the weights in the compute dtype, the hidden state (b, T, D) except for the
-        embedding, the step, and the batch's fields in order of their names.
+        They take the trained weights in the compute dtype, the hidden state (b, T, D) except for
+        the embedding, the frozen weights, the step, and the batch's fields in order of their names.
+        They are differentiated by the first two.
         """
         key = tuple(sorted((name, tuple(value.shape)) for name, value in batch.items()))
         if key not in self._passes:
@@ -42,9 +43,20 @@ class UnitPasses:
     def arguments(
         self, weights: Sequence[tf.Tensor], hidden: tf.Tensor | None, step: tf.Tensor, batch: Batch
     ) -> list[tf.Tensor]:
-        """Returns the passes' arguments in order."""
+        """Returns the passes' arguments in order, of weights in the order of `unit.paths`."""
+        num_trained = len(self.unit.trained)
         inputs = [] if hidden is None else [hidden]
-        return [*weights, *inputs, step, *(batch[name] for name in sorted(batch))]
+        fields = [batch[name] for name in sorted(batch)]
+        return [*weights[:num_trained], *inputs, *weights[num_trained:], step, *fields]
+
+    def forward(
+        self, weights: Sequence[tf.Tensor], hidden: tf.Tensor | None, step: tf.Tensor, batch: Batch
+    ) -> tf.Tensor | BatchSums:
+        """Returns what `run` does in training, for a unit that has no backward pass."""
+        if not self._jit_compile:
+            return self.run(weights, hidden, step, batch, True)
+        compiled = tf.function(self.run, autograph=False, jit_compile=True)
+        return compiled(list(weights), hidden, step, dict(batch), True)
 
     def run(
         self,
@@ -90,6 +102,7 @@ class UnitPasses:
         model, unit = self._model, self.unit
         variables = model.canonical_variables()
         weights = [tf.TensorSpec(variables[p].shape, model.weight_dtype(p)) for p in unit.paths]
+        num_trained, num_frozen = len(unit.trained), len(unit.frozen)
         rows, length = shapes["tokens"][0], shapes["tokens"][1] - 1
         own_length = model.split.own_length(length)
         hidden = tf.TensorSpec([rows, own_length, model.config.embed_dim], model.compute_dtype)
@@ -97,8 +110,9 @@ class UnitPasses:
         names, dtypes = sorted(shapes), FIELD_DTYPES
 
         def run(*arguments: tf.Tensor) -> Sequence[tf.Tensor]:
-            own, rest = arguments[: len(weights)], list(arguments[len(weights) :])
+            trained, rest = arguments[:num_trained], list(arguments[num_trained:])
             entering = rest.pop(0) if inputs else None
+            own, rest = [*trained, *rest[:num_frozen]], rest[num_frozen:]
             step, *values = rest
             part = dict(zip(names, values, strict=True))
             result = self.run(own, entering, step, part, True)
@@ -107,12 +121,13 @@ class UnitPasses:
         return Passes(
             run,
             [
-                *weights,
+                *weights[:num_trained],
                 *inputs,
+                *weights[num_trained:],
                 tf.TensorSpec([], tf.int64),
                 *(tf.TensorSpec(shapes[name], dtypes[name]) for name in names),
             ],
-            len(weights) + len(inputs),
+            num_trained + len(inputs),
             tf.TensorSpec([], tf.float32) if unit.has_head else hidden,
             self._jit_compile,
         )

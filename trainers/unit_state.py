@@ -10,6 +10,8 @@ from trainers.base import Batch
 from trainers.buckets import flatten, unflatten
 from trainers.clock import Clock
 from trainers.collectives import Group
+from trainers.flat_buckets import FlatBucket
+from trainers.frozen_weights import FrozenWeights
 from trainers.gradients import BatchSums
 from trainers.model_units import Unit
 from trainers.sharded_optimizer import ShardedOptimizer
@@ -23,11 +25,13 @@ class UnitState:
     Args:
       model: a whole model.
       units: of it.
-      optimizer: has a bucket for each set of variables that units use together.
-      variables: the weights by path; None where the optimizer has parts of them.
+      optimizer: has a bucket for each set of trained variables that units use together.
+      variables: the weights by path; None where the optimizer and `frozen` have parts of them.
       shards: what they are of the model's variables.
-      replicas: ranks that hold equal copies of variables which are not sharded, and saw different
-        positions (sequence parallelism); None where there are none.
+      frozen: has such buckets of the others, where weights are shared.
+      replicas: the tensor group, where some of its ranks' copies of a variable have a share each
+        of its gradient; None where there is none.
+      sequence_parallel: whether these ranks saw different positions.
     """
 
     def __init__(
@@ -37,10 +41,13 @@ class UnitState:
         optimizer: ShardedOptimizer,
         variables: Mapping[str, tf.Variable] | None,
         shards: Mapping[str, Shard],
+        frozen: FrozenWeights | None = None,
         replicas: Group | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         self._model, self._units, self._optimizer = model, list(units), optimizer
-        self._variables, self._shards, self._replicas = variables, shards, replicas
+        self._variables, self._shards, self._frozen = variables, shards, frozen
+        self._replicas, self._sequence_parallel = replicas, sequence_parallel
 
     def weights(
         self,
@@ -50,25 +57,30 @@ class UnitState:
         clock: Clock | None = None,
         prefix: str = "",
     ) -> list[tf.Tensor]:
-        """Returns a unit's weights as the layers compute with them.
+        """Returns a unit's weights as the layers compute with them, those that are trained first.
 
         Args:
           unit: its number.
           after: what must be there before they come.
           name: of the collectives.
           clock: notes the time in flight.
-          prefix: "ema/" gives the averages instead.
+          prefix: "ema/" gives the averages instead; of a frozen weight that is the weight.
         """
-        paths = self._units[unit].paths
-        if self._variables is not None and not prefix:
+        one, values = self._units[unit], {}
+        if self._variables is not None:
+            paths = one.frozen if prefix else one.paths
             with tf.control_dependencies(list(after)):
                 values = {path: tf.identity(self._variables[path].read_value()) for path in paths}
-        else:
-            values = {}
-            for index in self._buckets_of(unit):
+        if self._variables is None or prefix:
+            for index in buckets_of(one, self._optimizer.buckets):
                 full_name = f"{name}_{unit}_{index}"
                 values |= self._optimizer.gather_bucket(index, full_name, after, clock, prefix)
-        return list(self._model.compute_weights({path: values[path] for path in paths}).values())
+        if self._frozen is not None:
+            for index in buckets_of(one, self._frozen.buckets):
+                full_name = f"{name}_{unit}_frozen_{index}"
+                values |= self._frozen.gather_bucket(index, full_name, after, clock)
+        ordered = {path: values[path] for path in one.paths}
+        return list(self._model.compute_weights(ordered).values())
 
     def reduce(
         self, unit: int, gradients: Mapping[str, tf.Tensor], name: str, clock: Clock | None
@@ -76,13 +88,15 @@ class UnitState:
         """Returns this rank's parts, by bucket, of a unit's gradients summed over all ranks."""
         gradients = dict(gradients)
         if self._replicas is not None:
-            paths = [path for path in gradients if not self._shards[path].is_sharded]
-            flat = flatten({p: tf.cast(gradients[p], tf.float32) for p in paths}, paths)
-            flat = self._replicas.all_reduce(flat, f"replicated_{name}_{unit}", clock=clock)
-            gradients |= unflatten(flat, {p: gradients[p].shape for p in paths}, paths)
+            shards = (self._shards[path] for path in gradients)
+            paths = [s.path for s in shards if s.shares_gradient(self._sequence_parallel)]
+            if paths:
+                flat = flatten({p: tf.cast(gradients[p], tf.float32) for p in paths}, paths)
+                flat = self._replicas.all_reduce(flat, f"replicated_{name}_{unit}", clock=clock)
+                gradients |= unflatten(flat, {p: gradients[p].shape for p in paths}, paths)
         return {
             index: self._optimizer.reduce_bucket(index, gradients, f"{name}_{unit}_{index}", clock)
-            for index in self._buckets_of(unit)
+            for index in buckets_of(self._units[unit], self._optimizer.buckets)
         }
 
     def evaluate(self, passes: Sequence[UnitPasses], batch: Batch, prefix: str) -> BatchSums:
@@ -118,8 +132,7 @@ class UnitState:
                     hidden = self._model.logits(hidden)[:, 0]  # (B, V of this rank)
         return hidden
 
-    def _buckets_of(self, unit: int) -> list[int]:
-        """Returns the buckets that a unit's variables lie in; it uses each of them whole."""
-        paths = self._units[unit].paths
-        buckets = enumerate(self._optimizer.buckets)
-        return [index for index, bucket in buckets if bucket.paths[0] in paths]
+
+def buckets_of(unit: Unit, buckets: Sequence[FlatBucket]) -> list[int]:
+    """Returns the buckets that a unit's variables lie in; it uses each of them whole."""
+    return [index for index, bucket in enumerate(buckets) if bucket.paths[0] in unit.paths]

@@ -2,9 +2,10 @@
 
 usage: parity_worker.py OUTPUT CASES_JSON
 
-A case is {"name", "fields" (of Config), "model" (of ModelConfig), "steps", "break", "brief",
-"resume"}; "break" names a fault that is put in on purpose, "brief" leaves evaluation and decoding
-out, "resume" are fields of a second trainer that goes on from what the first one saved.
+A case is {"name", "fields" (of Config), "model" (of ModelConfig), "init_from", "steps", "break",
+"brief", "resume"}; "init_from" is a Hugging Face folder to begin with, "break" names a fault that
+is put in on purpose, "brief" leaves evaluation and decoding out, "resume" are fields of a second
+trainer that goes on from what the first one saved.
 """
 
 import dataclasses
@@ -26,10 +27,12 @@ import trainers  # noqa: E402
 from tests.distributed.parity import TRUE_VOCABULARY  # noqa: E402
 from tfbig.checkpoint_format import Slice  # noqa: E402
 from tfbig.config import Config, ModelConfig, replace_fields  # noqa: E402
+from tfbig.interop.hugging_face_folder import HuggingFaceFolder  # noqa: E402
 from tfbig.model.initialization import initial_value  # noqa: E402
 from trainers.collectives import Group  # noqa: E402
 from trainers.gradients import microbatch  # noqa: E402
 from trainers.replica import ReplicaTrainer  # noqa: E402
+from trainers.sharded_optimizer import ShardedOptimizer  # noqa: E402
 
 MODEL = {"vocab_size": 61, "max_length": 16, "embed_dim": 32, "num_layers": 2, "num_heads": 4}
 # 4 replicas x 4 microbatches x 3 rows, and 3 replicas x 16.
@@ -163,6 +166,9 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
     config = make_config(case)
     trainer = trainers.trainer_class(config.parallel.strategy)(config)
     trainer.build(num_sources=NUM_SOURCES, vocab_size=TRUE_VOCABULARY)
+    if "init_from" in case:
+        lacking = trainer.load_state(HuggingFaceFolder(case["init_from"]), weights_only=True)
+        assert all("/lora_" in path for path in lacking), lacking
     break_on_purpose(trainer, case.get("break", ""))
     saw: dict[str, np.ndarray] = {"size": np.array(trainer.size)}
 
@@ -177,6 +183,7 @@ def run_case(case: dict, output: Path) -> dict[str, np.ndarray]:
         signals.append(int(result.signal))
         saw[f"sources/{step}"] = np.stack([result.source_loss_sum, result.source_num_tokens])
         applied.append(bool(result.applied))
+    saw |= held(trainer)
     saw["losses"], saw["signals"] = np.array(losses), np.array(signals)
     assert all(applied) or case.get("break")
     # Seen of all ranks: how many of them applied each update.
@@ -336,6 +343,31 @@ def placement(trainer) -> dict[str, np.ndarray]:
                 for pairs in [zip(local.state().values(), first_state.values(), strict=True)]
             ]
         ),
+    }
+
+
+def held(trainer) -> dict[str, np.ndarray]:
+    """Returns the elements of slots and frozen weights that a rank holds, the least and the most.
+
+    Of strategies whose ranks share state, for each moving average or slot.
+    """
+    optimizer = getattr(trainer, "_optimizer", None)
+    if not isinstance(optimizer, ShardedOptimizer):
+        return {}
+    frozen = getattr(trainer, "_frozen", None)
+    if frozen is not None:
+        kept = frozen.parts
+    elif hasattr(trainer, "_locals"):
+        kept = trainer._locals[0].frozen.values()
+    else:
+        kept = [v for chunk in trainer._chunks for v in list(chunk.variables.values())]
+        kept = kept[len(trainer._chunks[0].trained) :]
+    elements = {f"{prefix}slots": slots for prefix, slots in optimizer._rule.slots.items()}
+    return {
+        f"held_{name}": np.array(
+            [trainer.agree(sum(int(tf.size(v)) for v in variables), op) for op in ("min", "max")]
+        )
+        for name, variables in (elements | {"frozen": kept}).items()
     }
 
 

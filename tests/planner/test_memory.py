@@ -17,6 +17,7 @@ from tfbig.planner.memory import (
     peak,
     predict_memory,
 )
+from tfbig.variables import is_narrow, is_trained, num_trained_parameters, variable_specs
 from trainers.partition import choose_partition
 
 # Korthikanti et al. (arXiv 2205.05198), table 3: layers, width, heads, tensor degree, b.
@@ -165,6 +166,36 @@ def test_bytes_a_parameter_are_those_of_docs_memory(level, precision, resting):
         for part in ("weights", "gradients", "optimizer")
     ]
     assert found == pytest.approx(resting, rel=0.002)
+
+
+@pytest.mark.parametrize("tuning", [{"lora_rank": 8}, {"freeze": ("embedding_layer", "*/ffn/*")}])
+def test_what_is_not_trained_has_a_weight_and_nothing_else(tuning):
+    model = ModelConfig(num_layers=3, embed_dim=256, lora_rank=tuning.get("lora_rank", 0))
+    config = Config(model=model)
+    run = replace_fields(config, {"strategy": "horovod", "freeze": tuning.get("freeze", ())})
+    trained = num_trained_parameters(model, run.optimizer.freeze)
+    frozen = count_parameters(model) - trained
+    assert 0 < trained < frozen
+    for level, weights in enumerate((4, 4, 4, 4 / 8)):
+        [rank] = predict_memory(run, 8, MemoryOptions(sharding_level=level))
+        assert rank.weights == pytest.approx(trained * weights + frozen * weights)
+        assert rank.optimizer == pytest.approx(8 * trained / (8 if level else 1))
+        assert rank.gradients <= 8 * trained
+    narrow = replace_fields(run, {"precision": "bfloat16"})
+    # Kernels and biases: what is trained as it is used, the rest float32 and, where no units make
+    # their own, with a copy of 16 bits while in use. Tables and norms are float32 in any case.
+    of = {
+        (is_trained(spec.path, model, run.optimizer.freeze), is_narrow(spec.path)): 0
+        for spec in variable_specs(model)
+    }
+    for spec in variable_specs(model):
+        kind = is_trained(spec.path, model, run.optimizer.freeze), is_narrow(spec.path)
+        of[kind] += spec.num_elements
+    wide = sum(count for (_, narrow_kind), count in of.items() if not narrow_kind)
+    for level, copied in ((1, 6), (2, 4)):
+        [rank] = predict_memory(narrow, 8, MemoryOptions(sharding_level=level))
+        expected = 2 * of[True, True] + copied * of.get((False, True), 0) + 4 * wide
+        assert rank.weights == pytest.approx(expected)
 
 
 def test_recomputation_saves_in_its_order():

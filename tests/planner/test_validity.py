@@ -17,7 +17,6 @@ from tfbig.planner.layout import Request, check_devices, make_plan
 from tfbig.planner.software import SOFTWARE
 from tfbig.schedule import batch_sizes
 from tfbig.validation import validate
-from trainers.partition import check_stages_train
 from trainers.validate import derive_microbatch_size
 
 MODEL = ModelConfig(vocab_size=64, max_length=16, embed_dim=16, num_layers=4, num_heads=4)
@@ -122,8 +121,6 @@ def train_start(config: Config, cluster: Cluster, monkeypatch: Any) -> None:
     else:
         trainer = trainer_of(config)
         replicas = trainer.num_replicas
-        if hasattr(trainer, "partition"):
-            check_stages_train(config, trainer.partition)
     for global_batch in batch_sizes(config.run):
         derive_microbatch_size(global_batch, replicas, config.parallel.microbatches)
 

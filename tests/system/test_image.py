@@ -17,8 +17,9 @@ BUILD_SECONDS, RUN_SECONDS = 3600, 1200
 TRAIN = (
     "python -m tfbig.launch --cluster=hosts --hosts=localhost --host_index=0 --restarts=0"
     " --processes_per_host=2 -- python -m tfbig.train --strategy=horovod --steps=3 --eval_every=0"
-    " --notensorboard --source=tree:/usr/lib/python3.11/asyncio --vocab_size=300 --sequence_length=32"
-    " --max_length=32 --embed_dim=32 --num_layers=1 --num_heads=2 --global_batch=4"
+    " --notensorboard --source=tree:/usr/lib/python3.11/asyncio --vocab_size=300"
+    " --sequence_length=32 --max_length=32 --embed_dim=32 --num_layers=1 --num_heads=2"
+    " --global_batch=4"
 )
 
 

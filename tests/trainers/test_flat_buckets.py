@@ -46,7 +46,8 @@ def test_units_hold_every_variable_and_buckets_hold_it_once(group_size, tied):
     assert {path for unit in units for path in unit.paths} == paths
     assert [u.blocks for u in units if u.blocks[1]][-1][1] == model.num_layers
     assert units[0].has_embedding and units[-1].has_head
-    buckets = unit_buckets(units)
+    buckets = unit_buckets(unit.trained for unit in units)
+    assert not any(unit.frozen for unit in units)
     assert sorted(path for bucket in buckets for path in bucket) == sorted(paths)
     for bucket in buckets:
         users = [[path in unit.paths for unit in units] for path in bucket]

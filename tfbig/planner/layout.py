@@ -17,7 +17,7 @@ from tfbig.schedule import batch_sizes
 from tfbig.validation import validate
 from trainers import check_strategy
 from trainers.mesh import make_mesh
-from trainers.partition import Partition, check_stages_train, choose_partition
+from trainers.partition import Partition, choose_partition
 from trainers.validate import derive_microbatch_size
 
 # Strategies that don't start as many processes as a cluster takes.
@@ -178,7 +178,6 @@ def make_plan(request: Request, check: bool = True) -> Plan:
     partition = choose_partition(
         config, request.microbatch_size, options.activation_checkpointing, request.data_size
     )
-    check_stages_train(config, partition)
     overhead = request.software.overhead(request.cluster)
     memory = predict_memory(config, request.data_size, options, overhead, partition)
     step = StepModel(config, request.cluster, options, request.software, partition).predict()
