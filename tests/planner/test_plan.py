@@ -118,6 +118,14 @@ def test_the_closed_formulas_rank_as_the_simulation_does():
         assert candidate.seconds == pytest.approx(plan.step.total, rel=0.25)
 
 
+def test_where_train_refuses_all_layouts_its_reason_is_told():
+    values = {"preset": "gpt2_124m", "cluster": "h100-80:8", "gradient_reduction": "tape"}
+    with pytest.raises(UserError, match="reduces once a backward pass"):
+        search.best_plans(request_of(values))
+    with pytest.raises(UserError, match="no layout of t4:8 fits"):
+        search.best_plans(request_of({"preset": "gpt3_175b", "cluster": "t4:8"}))
+
+
 def test_best_prints_a_command_that_train_accepts(capsys):
     values = {"preset": "gpt3_1_3b", "cluster": "a100-80:16", "precision": "bfloat16"}
     values |= {"num_layers": 20, "learning_rate": 1e-4, "tf32": False}

@@ -246,6 +246,15 @@ def best_plans(request: Request, show: int = SIMULATED) -> tuple[list[Plan], int
     return sorted(plans, key=lambda plan: plan.step.total)[:show], len(ranked)
 
 
+def _refusal(request: Request) -> str:
+    """Returns why train refuses one layout, or what else may be wrong."""
+    try:
+        check_layout(request)
+    except UserError as error:
+        return f"Of one it says: {error}"
+    return "Give fewer flags of the layout, or another global batch."
+
+
 def _nothing_fits(request: Request) -> str:
     cluster, config = request.cluster, request.config
     possible = list(itertools.islice(layouts(request), 1))
@@ -256,6 +265,8 @@ def _nothing_fits(request: Request) -> str:
             f" global batch that is a multiple of {cluster.num_devices}."
         )
     least = min(need for layout in layouts(request) for need in lean_bytes(layout))
+    if least <= cluster.device.memory_bytes:
+        return f"train takes no layout that fits {cluster.name}. {_refusal(possible[0])}"
     return (
         f"no layout of {cluster.name} fits: the leanest needs {least / 1e9:,.1f} GB a device, which"
         f" has {cluster.device.memory_bytes / 1e9:,.1f} GB. More devices, or larger ones, are"
