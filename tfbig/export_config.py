@@ -31,7 +31,7 @@ class ExportConfig:
     base_model: str = ""
     """Model on the Hub that the run started from, for the model card."""
     watts: float = 0.0
-    """Power all devices of the run drew together, for the card's energy estimate; 0 makes none."""
+    """Power all devices drew together, for the card; 0 takes what the hosts' samples say."""
     push: str = ""
     """Repository on the Hub, NAME/MODEL, to upload the folder to (see --dry_run)."""
     dry_run: bool = True

@@ -9,6 +9,9 @@ from typing import Any, Literal
 from tfbig.command import run_command
 from tfbig.errors import UserError
 from tfbig.flags import Flags
+from tfbig.profiler.energy_assumptions import Assumptions
+
+ASSUMED = Assumptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +32,13 @@ class ReportConfig:
     """Seconds between two looks of --watch."""
     rule_parameter: tuple[str, ...] = ()
     """RULE_PARAMETER=VALUE, e.g. IOBottleneck_gpu_threshold=70. Repeat the flag for more."""
-    watts_per_core: float = 8.0
+    watts_per_core: float = ASSUMED.watts_per_core
     """Power of a core in full use, where no counter is readable."""
-    watts_per_gigabyte: float = 0.375
+    watts_per_gigabyte: float = ASSUMED.watts_per_gigabyte
     """Power of a GB of memory."""
-    overhead: float = 1.2
+    overhead: float = ASSUMED.overhead
     """Energy of the data centre over that of its computers (PUE)."""
-    kilograms_per_kwh: float = 0.48
+    kilograms_per_kwh: float = ASSUMED.kilograms_per_kwh
     """CO2 of the grid; the default is about the world's mean."""
 
 
@@ -62,7 +65,6 @@ def run(config: ReportConfig, runs: Sequence[str]) -> str:
 
 def _document(config: ReportConfig, runs: Sequence[str]) -> Any:
     from tfbig.profiler.comparison import compare
-    from tfbig.profiler.energy import Assumptions
     from tfbig.profiler.report_sections import report_of, write_rule_files
     from tfbig.profiler.run_data import read_run
 

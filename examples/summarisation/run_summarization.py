@@ -25,7 +25,7 @@ from examples.summarisation.dialogues import write_dialogues
 from tfbig import evaluate, train
 from tfbig.command import run_command
 from tfbig.command_config import EvaluateConfig
-from tfbig.config import Config, PrepareConfig, section_values
+from tfbig.config import Config, PrepareConfig, flops_per_token, section_values
 from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
 from tfbig.flags import Flags
@@ -237,15 +237,19 @@ def scored(
     scores["gen_len"] = round(float(np.mean([len(tokenizer.encode(p)) for p in predictions])), 4)
     scores |= {"runtime": round(seconds, 4), "samples": len(records)}
     scores["samples_per_second"] = round(len(records) / seconds, 3)
+    scores["steps_per_second"] = scores["samples_per_second"]  # a step writes one summary
     return {f"{prefix}_{name}": value for name, value in scores.items()}, predictions
 
 
-def train_results(run_dir: str, num_samples: int, global_batch: int) -> dict[str, float]:
+def train_results(config: Config, num_samples: int) -> dict[str, float]:
     """Returns what transformers' trainer reports of the training."""
-    steps = read_metrics(run_dir)
+    steps, global_batch = read_metrics(config.run.run_dir), config.run.global_batch
+    length = config.data.sequence_length
+    tokens = len(steps) * global_batch * length
     seconds = sum(record["step_seconds"] for record in steps)
     return {
         "epoch": round(len(steps) * global_batch / max(1, num_samples), 4),
+        "total_flos": tokens * flops_per_token(config.model, length),
         "train_loss": round(float(np.mean([record["loss"] for record in steps])), 4),
         "train_runtime": round(seconds, 4),
         "train_samples": num_samples,
@@ -301,16 +305,20 @@ def _measure(
     }
     untuned = summariser_of(run_config, tokenizer, config.max_target_length, start)
     before, _ = scored("start", untuned, tokenizer, held_out["test"])
-    loss = evaluate.run(EvaluateConfig(run=run_dir), {})["loss"]
+    losses = {
+        name: round(evaluate.run(EvaluateConfig(run=run_dir, split=split), {})["loss"], 4)
+        for name, split in (("eval", "validation"), ("predict", "test"))
+    }
     tuned = summariser_of(
         run_config, tokenizer, config.max_target_length, SavedRun.open(run_dir).reader
     )
     evaluation, _ = scored("eval", tuned, tokenizer, held_out["validation"])
     prediction, texts = scored("predict", tuned, tokenizer, held_out["test"])
+    training = train_results(run_config, len(records["train"]))
     results = {
-        "train": train_results(run_dir, len(records["train"]), config.global_batch),
-        "eval": {"eval_loss": round(loss, 4)} | evaluation,
-        "predict": prediction,
+        "train": training,
+        "eval": {"epoch": training["epoch"], "eval_loss": losses["eval"]} | evaluation,
+        "predict": {"predict_loss": losses["predict"]} | prediction,
         "start": before,
     }
     write_results(Path(config.output_dir), results, texts)

@@ -30,11 +30,14 @@ def test_it_beats_its_untuned_start_and_writes_the_usual_files(tmp_path):
         name: json.loads((folder / f"{name}_results.json").read_text())
         for name in ("train", "eval", "predict", "all")
     }
-    assert {"epoch", "train_loss", "train_runtime", "train_samples"} <= written["train"].keys()
-    for prefix in ("eval", "predict"):
-        expected = {f"{prefix}_{m}" for m in ("rouge1", "rouge2", "rougeL", "rougeLsum", "gen_len")}
-        assert expected <= written[prefix].keys()
-    assert written["eval"]["eval_loss"] > 0
+    speed = ["runtime", "samples", "samples_per_second", "steps_per_second"]
+    measures = ["loss", "rouge1", "rouge2", "rougeL", "rougeLsum", "gen_len", *speed]
+    totals = {"epoch", "total_flos"}
+    assert written["train"].keys() == totals | {f"train_{name}" for name in ("loss", *speed)}
+    assert written["eval"].keys() == {"epoch", *(f"eval_{name}" for name in measures)}
+    assert written["predict"].keys() == {f"predict_{name}" for name in measures}
+    assert written["eval"]["eval_loss"] > 0 and written["predict"]["predict_loss"] > 0
+    assert written["eval"]["eval_loss"] != written["predict"]["predict_loss"]
     everything = {}
     for name in ("train", "eval", "predict"):
         everything |= written[name]

@@ -1,5 +1,6 @@
 """Hugging Face folders that transformers made (golden/): read, trained from, written."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from data_pipeline.dataset import TokenData
 from tests.conftest import SMALL_LENGTH
 from tests.interop.configurations import GOLDEN
 from tfbig import export, train
@@ -18,7 +20,7 @@ from tfbig.errors import UserError
 from tfbig.export_config import ExportConfig
 from tfbig.interop.hugging_face_export import ExportedTokenizer, architecture_for, write_folder
 from tfbig.interop.hugging_face_folder import HuggingFaceFolder
-from tfbig.interop.initial_weights import open_initial
+from tfbig.interop.initial_weights import check_tokenizer, open_initial, tokenizer_folder
 from tfbig.variables import variable_specs
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
@@ -312,6 +314,20 @@ def test_another_tokenizer_than_the_weights_is_refused(tmp_path, small_data):
     (folder / "tokenizer.json").write_text(json.dumps(description))
     with pytest.raises(UserError, match="--tokenizer="):
         train._body([*flags, "--restart"])
+
+
+def test_a_vocabulary_and_its_merges_are_the_folders_tokenizer(tmp_path, small_data):
+    """As older versions of transformers saved it, without a tokenizer.json."""
+    folder, data = copy_of("gpt_neox", tmp_path), TokenData.open(small_data)
+    check_tokenizer(str(folder), data)  # no tokenizer, nothing to compare
+    model = json.loads((Path(small_data) / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    for merges, fits in ((model["merges"], True), (model["merges"][::-1], False)):
+        lines = "".join(" ".join(pair) + "\n" for pair in merges)
+        (folder / "merges.txt").write_text("#version: 0.2\n" + lines)
+        assert tokenizer_folder(str(folder)) == str(folder)
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match="--tokenizer="):
+            check_tokenizer(str(folder), data)
 
 
 def test_flags_of_shape_contradict_the_folder():

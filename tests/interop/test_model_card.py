@@ -3,6 +3,7 @@
 import base64
 import http.server
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -61,6 +62,23 @@ def test_the_text_says_what_the_run_did(exported, finished_run):
         assert words in text
     assert "65 W" in text and "| tensorflow" in text and 'from_pretrained("small-gpt")' in text
     assert finished_run not in text, "no path of the machine that trained"
+
+
+def test_it_says_what_it_ran_on_and_what_that_took(exported, finished_run, tmp_path):
+    from tfbig.interop.model_card import CardOptions, model_card
+    from tfbig.profiler.run_data import read_run
+    from tfbig.saved_run import SavedRun
+
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    [host] = read_run(run).hosts
+    named_power = (exported / "README.md").read_text()
+    estimated = str(model_card(SavedRun.open(run), "small", CardOptions()))
+    for text in (named_power, estimated):
+        assert f"| 1 | {host['cpu_quota']:g} | " in text
+    assert " kg CO2. Assumed: " in estimated and " kg CO2. Assumed: " not in named_power
+    shutil.rmtree(run / "profiler-output")
+    unknown = str(model_card(SavedRun.open(run), "small", CardOptions()))
+    assert "no energy is estimated" in unknown and "| hosts |" not in unknown
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

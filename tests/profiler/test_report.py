@@ -13,7 +13,8 @@ from benchmarks.synthetic_run import SyntheticRun
 from tests.distributed.launch import REPOSITORY, environment
 from tfbig import report
 from tfbig.errors import UserError
-from tfbig.profiler.energy import Assumptions, energy_of
+from tfbig.profiler.energy import energy_of
+from tfbig.profiler.energy_assumptions import Assumptions
 from tfbig.profiler.goodput import PARTS, ledger_of
 from tfbig.profiler.run_data import read_run
 from tfbig.profiler.watch import ReportServer

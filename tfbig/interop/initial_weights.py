@@ -99,7 +99,8 @@ def tokenizer_folder(init_from: str) -> str:
     """Returns the Hugging Face folder whose tokenizer the data must be made with, or ""."""
     if not init_from or not is_hugging_face_folder(init_from):
         return ""
-    return init_from if (Path(init_from) / TOKENIZER).is_file() else ""
+    files = {path.name for path in Path(init_from).iterdir()}
+    return init_from if TOKENIZER in files or {"vocab.json", "merges.txt"} <= files else ""
 
 
 def check_tokenizer(init_from: str, data: Any) -> None:

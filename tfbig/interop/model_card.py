@@ -1,5 +1,6 @@
 """A model card written from the run itself: README.md of a Hugging Face folder. TensorFlow-free."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from tfbig.config import Config, count_parameters
 from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
+from tfbig.profiler.energy import energy_of
+from tfbig.profiler.energy_assumptions import Assumptions
+from tfbig.profiler.run_data import RunData, read_run
 from tfbig.run_folder import read_metrics
 from tfbig.saved_run import SavedRun
 from tfbig.variables import num_trained_parameters
@@ -33,7 +37,7 @@ class CardOptions(NamedTuple):
       license: as the Hub names it; "" names none.
       language: codes.
       base_model: on the Hub; "" names none.
-      watts: of all devices together; 0 makes no estimate.
+      watts: of all devices together; 0 takes what the run measured of its hosts.
     """
 
     license: str = ""
@@ -50,12 +54,14 @@ class RunFacts(NamedTuple):
       seconds: of training steps.
       evaluation: the last one's measures; empty without one.
       data: the data folder's manifest; empty where it is not here.
+      measured: what the run's sampler said of its hosts; None where it can't be read.
     """
 
     tokens: float
     seconds: float
     evaluation: Mapping[str, Any]
     data: Mapping[str, Any]
+    measured: RunData | None
 
 
 def facts_of(saved: SavedRun) -> RunFacts:
@@ -73,11 +79,16 @@ def facts_of(saved: SavedRun) -> RunFacts:
         data = manifest.read(Path(saved.config.data.data)).contents
     except UserError:
         data = {}
+    try:
+        measured = read_run(saved.folder.path)
+    except (UserError, OSError):
+        measured = None
     return RunFacts(
         tokens=sum(record["num_tokens"] or 0 for record in steps),
         seconds=sum(record["step_seconds"] or 0 for record in steps),
         evaluation=evaluations[-1] if evaluations else {},
         data=data,
+        measured=measured,
     )
 
 
@@ -221,6 +232,7 @@ def _evaluation(facts: RunFacts, data_name: str) -> Iterator[str]:
 def _cost(saved: SavedRun, facts: RunFacts, options: CardOptions) -> Iterator[str]:
     hours = facts.seconds / 3600
     yield "\n## Environmental Impact\n"
+    yield from _hardware(facts)
     yield (
         f"Training steps took {hours:.3g} hours with `--strategy={saved.config.parallel.strategy}`"
         " (waiting for data counted; evaluations and checkpoints not)."
@@ -232,8 +244,32 @@ def _cost(saved: SavedRun, facts: RunFacts, options: CardOptions) -> Iterator[st
             "that the devices drew this power, named by whoever exported the model, all the time; "
             "cooling and idle machines are not counted, nor is the carbon of the grid known."
         )
-    else:
-        yield "No power was named, so that no energy is estimated (`--watts`)."
+        return
+    found = energy_of(facts.measured, Assumptions()) if facts.measured else None
+    if found is None:
+        yield "No power was named and no host was sampled, so that no energy is estimated."
+        return
+    yield (
+        f"Estimated energy of the whole run: {found.joules / 3.6e6:.3g} kWh, "
+        f"{found.kilograms:.3g} kg CO2. Assumed: {found.basis}."
+    )
+
+
+def _hardware(facts: RunFacts) -> Iterator[str]:
+    """Yields a table of the hosts, those that are alike in one row; their names are nobody's."""
+    hosts = facts.measured.hosts if facts.measured else []
+    kinds = Counter(
+        (
+            f"{host['cpu_quota']:g}",
+            f"{host['memory_bytes'] / 2**30:.0f} GiB",
+            ", ".join(f"{n} x {name}" for name, n in Counter(host["gpus"]).items()) or "none",
+        )
+        for host in hosts
+    )
+    if kinds:
+        rows = [(count, *kind) for kind, count in kinds.items()]
+        yield from _table(("hosts", "CPU cores", "memory", "GPUs"), rows)
+        yield ""
 
 
 def _limits(facts: RunFacts) -> Iterator[str]:

@@ -4,17 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tfbig.profiler.energy_assumptions import Assumptions
 from tfbig.profiler.run_data import RunData
 from tfbig.profiler.system_table import SystemTable
-
-
-class Assumptions(NamedTuple):
-    """What stands in for a meter; flags of `tfbig report` replace it."""
-
-    watts_per_core: float  # of a core in full use, where no RAPL counter is readable
-    watts_per_gigabyte: float  # of memory
-    overhead: float  # the data centre's energy over the computers' (PUE)
-    kilograms_per_kwh: float  # CO2 of the grid
 
 
 class Energy(NamedTuple):

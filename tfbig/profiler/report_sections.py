@@ -10,7 +10,8 @@ import orjson
 
 from tfbig.profiler import figures
 from tfbig.profiler.document import Document, Section, Table
-from tfbig.profiler.energy import Assumptions, Energy, energy_of
+from tfbig.profiler.energy import Energy, energy_of
+from tfbig.profiler.energy_assumptions import Assumptions
 from tfbig.profiler.goodput import Ledger, ledger_of, ledger_rows, meaning
 from tfbig.profiler.rules.catalogue import description, look_at
 from tfbig.profiler.rules.rule import Finding
