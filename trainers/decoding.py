@@ -167,7 +167,9 @@ class Decoder:
         return self._functions[name]
 
     def _compute_weights(self, dtype: tf.DType) -> list[tf.Tensor]:
-        weights = self._model.compute_weights(self._values)
+        # A trainer's trained variables may come first: `_graph` takes them in the model's order.
+        paths = self._model.canonical_variables()
+        weights = self._model.compute_weights({path: self._values[path] for path in paths})
         # Tables are cast where they are read: here once, and not at each step.
         return [
             tf.cast(value, dtype) if path.endswith("/embeddings") else tf.convert_to_tensor(value)

@@ -20,8 +20,8 @@ FAMILIES = {
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
 
 
-def make(family: str, precision: str = "float32") -> SingleTrainer:
-    config = make_config({"fields": {"strategy": "single", "precision": precision}})
+def make(family: str, precision: str = "float32", **fields: object) -> SingleTrainer:
+    config = make_config({"fields": {"strategy": "single", "precision": precision, **fields}})
     trainer = SingleTrainer(dataclasses.replace(config, model=FAMILIES[family]))
     trainer.build(training=False, vocab_size=VOCABULARY)
     randomise(trainer.model)
@@ -118,6 +118,17 @@ def test_equals_the_whole_model_in_half_precision(family, precision):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_variables_on_the_device_hold_the_same(precision):
     assert walk(Rows(make("neox", precision), 3, DeviceStore), precision) == LENGTH
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_is_frozen_is_decoded_with_too(precision):
+    """Frozen variables are kept apart from the others, so that their order is not the model's."""
+    logits = []
+    for freeze in ([], ["embedding_layer/token_emb", "*/ffn/*", "*/layernorm1/gamma"]):
+        rows = Rows(make("gpt2", precision, freeze=freeze), 2)
+        logits.append(rows.feed([3, 5]))
+        rows.check(logits[-1], precision)
+    np.testing.assert_array_equal(*logits)
 
 
 def test_a_cache_sees_the_weights_of_the_time_it_was_made():
