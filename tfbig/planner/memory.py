@@ -27,7 +27,7 @@ from trainers.activations import (
 )
 from trainers.partition import Partition, Stage, choose_partition, counts_of
 from trainers.pipeline_schedule import all_orders
-from trainers.state_bytes import HAVE_TOTALS, Counts, StateBytes, own_state, rank_counts
+from trainers.state_bytes import HAVE_TOTALS, NOTHING, Counts, StateBytes, own_state, rank_counts
 from trainers.validate import gradient_reduction, num_chunks
 
 FUSION_BYTES = 128 << 20  # as trainers/collectives.py sets HOROVOD_FUSION_THRESHOLD
@@ -186,7 +186,7 @@ class Accounting:
         shares = [self.data if level >= stage else 1 for stage in (1, 2, 3)]
         weights = state.weights(counts) / shares[2]
         optimizer = state.optimizer * counts.trained / shares[0]
-        passing = self._unit(stages) if level >= 2 else counts.trained
+        passing = self._unit(stages, counts).trained if level >= 2 else counts.trained
         gradients = state.gradient * counts.trained / shares[1] + state.passing * passing
         activations, host = self._activations(stages)
         if options.offload_optimizer_state:
@@ -242,15 +242,15 @@ class Accounting:
         parallel = self.config.parallel
         return parallel.strategy != "pipeline" and parallel.precision != "float16"
 
-    def _unit(self, stages: Stages) -> int:
+    def _unit(self, stages: Stages, counts: Counts) -> Counts:
         """Returns the parameters of the largest of the units that are gathered one by one."""
         config = self.config
         count = functools.partial(rank_counts, config.model, (), self.tensor)
         unit = max(1, group_size(self.options.activation_checkpointing))
-        largest = count((0, 1), False, False).total * min(unit, config.model.num_layers)
+        largest = NOTHING.plus(count((0, 1), False, False), min(unit, config.model.num_layers))
         if any(index in (0, self.num_stages - 1) for index, _ in stages):
-            largest = max(largest, count((0, 0), True, False).total)
-        return largest
+            largest = max(largest, count((0, 0), True, False))
+        return largest._replace(trained=min(largest.trained, counts.trained))
 
     def _buffers(self, counts: Counts, stages: Stages) -> float:
         """Returns flat gradient buckets, and gathered weights where these are sharded."""
@@ -269,9 +269,9 @@ class Accounting:
             return (2 + self.overhead.copies) * bucket
         # A unit's flat gradients and those of the one before; of weights, what is in use, and what
         # arrives in one piece and is then cut.
-        flat = (2 + self.overhead.copies) * self._unit(stages)
-        gathered = state.gathered * flat + self.element * self._unit(stages)
-        return state.summed * flat + (gathered if level == 3 else 0.0)
+        unit, times = self._unit(stages, counts), 2 + self.overhead.copies
+        gathered = (state.gathered * times + self.element) * unit.total
+        return state.summed * times * unit.trained + (gathered if level == 3 else 0.0)
 
     def _all_reduced(self, counts: Counts) -> float:
         """Returns what Horovod holds while it sums all gradients, beyond a microbatch's own.
