@@ -23,7 +23,6 @@ from tfbig.elastic.refusals import check_elastic
 from tfbig.elastic.standing import Standing, keep, kept_files, let_go, rewrite, take
 from tfbig.errors import RunError, UserError, WorldChanged
 from tfbig.host_memory import memory_problem
-from tfbig.loop import Hook
 from tfbig.run_folder import RunFolder
 from tfbig.schedule import slice_rows
 from tfbig.stop_signal import STOP
@@ -33,7 +32,6 @@ _START_SECONDS = 300.0  # in which all ranks of a world import TensorFlow, from 
 _WAIT_SECONDS = 1800.0  # for a new world, where --hang_timeout sets no limit
 _LOCK_SECONDS = 120.0  # in which a lost host's hold on the run's folder ends
 _MAX_FRUITLESS = 5
-_NUM_RECORDS = 16  # of the newest steps, should rank 0 be lost before it has written them
 
 
 class World:
@@ -58,7 +56,7 @@ class World:
     def announce(self, folder: RunFolder, trainer: Any) -> None:
         """Says what has changed; on rank 0."""
 
-    def hooks(self) -> list[Hook]:
+    def hooks(self) -> list[Any]:
         """Returns what watches the run for the next world."""
         return []
 
@@ -86,7 +84,7 @@ class ElasticWorld(World):
         self._kept = take(os.environ)
         self._standing = Standing() if self._kept is None else self._kept.standing
         self._came_from: Standing | None = None  # where the run stood before this world
-        self._records = _Records()
+        self._records: Any = None  # NewestRecords, once TensorFlow is there
         self._slices: list[Any] = []
         self._is_later = False  # whether there was a world before this one
         self._size = 0
@@ -153,7 +151,10 @@ class ElasticWorld(World):
             flush=True,
         )
 
-    def hooks(self) -> list[Hook]:
+    def hooks(self) -> list[Any]:
+        from tfbig.elastic.newest_records import NewestRecords
+
+        self._records = NewestRecords()
         return [self._records]
 
     @contextlib.contextmanager
@@ -188,7 +189,8 @@ class ElasticWorld(World):
         """
         standing = self._standing
         standing.num_worlds += 1
-        standing.num_fruitless = 0 if self._records.has_any else standing.num_fruitless + 1
+        has_stepped = self._records is not None and self._records.has_any
+        standing.num_fruitless = 0 if has_stepped else standing.num_fruitless + 1
         if standing.num_fruitless > _MAX_FRUITLESS:
             raise RunError(
                 f"{standing.num_fruitless} worlds in a row have made no step; the last one ended "
@@ -215,18 +217,6 @@ class ElasticWorld(World):
             print(f"{problem}: the newest checkpoint is gone on from", file=sys.stderr)
             self._standing.step, self._slices = -1, []
         keep(self._standing, self._slices, os.environ)
-
-
-class _Records(Hook):
-    """The newest steps' records, on every rank."""
-
-    def __init__(self) -> None:
-        self.newest: list[dict[str, Any]] = []
-        self.has_any = False
-
-    def on_step(self, record: dict[str, Any]) -> None:
-        self.has_any = True
-        self.newest = [*self.newest[1 - _NUM_RECORDS :], record]
 
 
 def run_in_worlds(config: Config, run: Callable[[Config, World], int]) -> int:
