@@ -16,7 +16,8 @@ PROMPT ?= def main(
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-interop train test test-interop test-system lint format types tests clean
+.PHONY: help setup setup-interop setup-system train test test-interop test-system lint format types \
+  tests clean
 # Nothing of the machine's own Python packages gets in.
 unexport PYTHONPATH PYTHONHOME
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -87,7 +88,7 @@ test-interop: $(INTEROP_STAMP)
 # Hosts made of network namespaces, mpirun, the image, a browser: root, and Debian's packages.
 SYSTEM_PROGRAMS := chromium:chromium ip:iproute2 sshd:openssh-server ssh:openssh-client \
   mpirun:openmpi-bin buildah:buildah debootstrap:debootstrap
-test-system: $(STAMP)
+setup-system: $(STAMP)
 	@test "$$(id -u)" = 0 || { echo "make: test-system needs root: sudo make test-system" >&2; exit 2; }
 	@missing=; for pair in $(SYSTEM_PROGRAMS); do PATH="$$PATH:/usr/sbin:/sbin" \
 	  command -v "$${pair%%:*}" >/dev/null || missing="$$missing $${pair##*:}"; done; \
@@ -95,7 +96,9 @@ test-system: $(STAMP)
 	  echo "make: test-system needs these of Debian's packages:$$missing" >&2; exit 2; }; \
 	  echo "make: installing$$missing"; apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; }
-	TFBIG_SYSTEM_TESTS=1 $(BIN)/python -m pytest tests/system
+
+test-system: setup-system
+	TFBIG_SYSTEM_TESTS=1 $(BIN)/python -m pytest tests/system tests/serving/test_page.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

@@ -72,10 +72,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips, and says so, what comes after a limit that a machine of ours sets for all tests.
 
-    TFBIG_TEST_MINUTES: minutes after which no further file of tests with several processes begins.
+    TFBIG_TEST_MINUTES: minutes after which no further file of tests with several processes, or of
+    `make test-system`, begins.
     """
     minutes = float(os.environ.get("TFBIG_TEST_MINUTES", "0"))
-    if not minutes or not item.get_closest_marker("distributed"):
+    if not minutes or not any(map(item.get_closest_marker, ("distributed", "system"))):
         return
     # Once a file: its processes run in its first test, and the others look at what those saw.
     late_files = item.config.stash.setdefault(LATE_FILES, {})

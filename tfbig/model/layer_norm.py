@@ -1,8 +1,7 @@
 """Layer norm whose backward pass reads one tensor of the forward pass, the normalised input.
 
-TensorFlow's gradient of Keras' formula keeps two and passes over them more often: forward and
-backward of (8, 256, 384) take 13.5 ms of CPU time in float32 with it, 10 ms with this one. Compiled
-by XLA it takes as long, and a second to compile.
+TensorFlow's gradient of Keras' formula keeps two and passes over them more often
+(benchmarks/activation.py). Compiled by XLA it takes as long, and a second to compile.
 """
 
 import keras
