@@ -4,11 +4,8 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from tfbig.errors import RunError
-from tfbig.heartbeat import Heartbeats
-from tfbig.run_folder import RunFolder
 
 _ENGINE = "Horovod"  # in every error of its operations, whatever Gloo says of the connection
 _PATIENCE = 5.0  # seconds for a host to answer
@@ -26,17 +23,17 @@ def answers(host: str, patience: float = _PATIENCE) -> bool:
         return False
 
 
-def silent_hosts(heartbeats: Mapping[int, Mapping[str, Any]], own: str) -> dict[str, list[int]]:
+def silent_hosts(hosts: Mapping[int, str], own: str) -> dict[str, list[int]]:
     """Returns the hosts that do not answer, with their ranks; all are asked at once.
 
     Args:
-      heartbeats: of all ranks, as `Heartbeats.read` gives them.
+      hosts: by rank.
       own: this host.
     """
     ranks: dict[str, list[int]] = {}
-    for rank, record in sorted(heartbeats.items()):
-        if record.get("host", own) != own:
-            ranks.setdefault(record["host"], []).append(rank)
+    for rank, host in sorted(hosts.items()):
+        if host != own:
+            ranks.setdefault(host, []).append(rank)
     silent: list[str] = []
 
     def ask(host: str) -> None:
@@ -52,13 +49,11 @@ def silent_hosts(heartbeats: Mapping[int, Mapping[str, Any]], own: str) -> dict[
 
 
 @contextlib.contextmanager
-def lost_hosts_named(folder: RunFolder, rank: int, size: int) -> Iterator[None]:
+def lost_hosts_named(hosts: Mapping[int, str]) -> Iterator[None]:
     """Names the hosts that are gone when the ranks' connection breaks inside.
 
     Args:
-      folder: the run's, with the ranks' heartbeats.
-      rank: this process.
-      size: number of ranks.
+      hosts: by rank, of all that are known by then: a watchdog's.
 
     Raises:
       RunError: instead of the engine's error, where a host does not answer.
@@ -66,11 +61,9 @@ def lost_hosts_named(folder: RunFolder, rank: int, size: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if size == 1 or _ENGINE not in str(error):
+        if _ENGINE not in str(error):
             raise
-        lost = silent_hosts(
-            Heartbeats(folder.heartbeats_dir, rank, size).read(), socket.gethostname()
-        )
+        lost = silent_hosts(dict(hosts), socket.gethostname())
         if not lost:
             raise
         shown = ", ".join(

@@ -122,9 +122,10 @@ def _train(
     with on_every_rank():
         held.enter_context(make_run_folder(config, folder, trainer, world.lock_patience))
         check_shared(folder, trainer)
-    ranks = folder, trainer.rank, trainer.size
-    pulse = held.enter_context(Watchdog(*ranks, config.robustness.hang_timeout)).pulse
-    held.enter_context(lost_hosts_named(*ranks))
+    timeout = config.robustness.hang_timeout
+    watchdog = held.enter_context(Watchdog(folder, trainer.rank, trainer.size, timeout))
+    pulse = watchdog.pulse
+    held.enter_context(lost_hosts_named(watchdog.hosts))
     keeper = held.enter_context(StateKeeper(config, folder, trainer, data.identity))
     reader, notes = world.find(trainer, keeper)
 

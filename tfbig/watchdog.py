@@ -37,6 +37,7 @@ class Watchdog:
 
     Attributes:
       pulse: for the training thread.
+      hosts: of the ranks whose heartbeat was seen so far: a rank that ends takes its file with it.
     """
 
     def __init__(self, folder: RunFolder, rank: int, size: int, timeout: float) -> None:
@@ -46,6 +47,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.pulse = Pulse()
+        self.hosts: dict[int, str] = {}
 
     def __enter__(self) -> "Watchdog":
         if self._rank == 0:
@@ -66,10 +68,12 @@ class Watchdog:
             if self._timeout:
                 faulthandler.dump_traceback_later(self._timeout + _MINUTE, exit=True, file=2)
             self._heartbeats.write(self.pulse)
-            if self._rank == 0 and self._size > 1:
+            if self._size > 1 and (self._rank == 0 or len(self.hosts) < self._size):
                 known = self._heartbeats.read()
-                times = {rank: record["times"] for rank, record in known.items()}
-                self.pulse.slowest = slowest_rank(times)
+                self.hosts |= {rank: record["host"] for rank, record in known.items()}
+                if self._rank == 0:
+                    times = {rank: record["times"] for rank, record in known.items()}
+                    self.pulse.slowest = slowest_rank(times)
             if self._ended.wait(self._interval):
                 return
             now = time.monotonic()

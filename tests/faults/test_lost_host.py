@@ -1,21 +1,18 @@
 """A host that is gone is named when the ranks' connection breaks."""
 
 import socket
+import time
 
 import pytest
 
 from tfbig import lost_host
 from tfbig.errors import RunError
-from tfbig.heartbeat import Heartbeats, Pulse
 from tfbig.lost_host import answers, lost_hosts_named, silent_hosts
 from tfbig.run_folder import RunFolder
+from tfbig.watchdog import Watchdog
 
 SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one of the ranks"
 CUT = "Application timeout caused pair closure [[{{node HorovodGroupedAllreduce_0}}]]"
-
-
-def heartbeats(*hosts):
-    return {rank: {"host": host} for rank, host in enumerate(hosts)}
 
 
 def test_hosts_that_are_there_answer(monkeypatch):
@@ -37,22 +34,34 @@ def test_hosts_that_are_there_answer(monkeypatch):
 def test_each_other_host_is_asked_once(monkeypatch):
     asked = []
     monkeypatch.setattr(lost_host, "answers", lambda host: asked.append(host) or host != "c")
-    found = silent_hosts(heartbeats("a", "b", "b", "c", "c"), "a")
+    found = silent_hosts(dict(enumerate("abbcc")), "a")
     assert found == {"c": [3, 4]} and sorted(asked) == ["b", "c"]
 
 
-def test_the_engines_error_becomes_a_line_with_the_host(tmp_path, monkeypatch):
-    folder = RunFolder(tmp_path)
-    for rank, host in ((1, "h2"), (0, "h1")):
-        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        Heartbeats(folder.heartbeats_dir, rank, 2).write(Pulse())
+def test_the_engines_error_becomes_a_line_with_the_host(monkeypatch):
+    hosts = {0: socket.gethostname(), 1: "h2"}
     monkeypatch.setattr(lost_host, "answers", lambda host: False)
     for text in (SHUT_DOWN, CUT):
         with pytest.raises(RunError, match=r"host h2 \(rank 1\) no longer answers"):
-            with lost_hosts_named(folder, 0, 2):
+            with lost_hosts_named(hosts):
                 raise RuntimeError(text)
-    with pytest.raises(KeyError), lost_hosts_named(folder, 0, 2):
+    with pytest.raises(KeyError), lost_hosts_named(hosts):
         raise KeyError("another fault")
     monkeypatch.setattr(lost_host, "answers", lambda host: True)
-    with pytest.raises(RuntimeError, match="Horovod has been"), lost_hosts_named(folder, 0, 2):
+    with pytest.raises(RuntimeError, match="Horovod has been"), lost_hosts_named(hosts):
         raise RuntimeError(SHUT_DOWN)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_hosts_of_ranks_that_have_ended_are_known(rank, tmp_path):
+    """A lost host's ranks may have found out, and removed their files, before anyone asks."""
+    folder = RunFolder(tmp_path)
+    with Watchdog(folder, rank, 2, 0.4) as watchdog:
+        with Watchdog(folder, 1 - rank, 2, 0.4):
+            deadline = time.monotonic() + 20
+            while len(watchdog.hosts) < 2:
+                assert time.monotonic() < deadline
+                watchdog.pulse.enter("step")
+                time.sleep(0.02)
+        time.sleep(0.3)
+        assert watchdog.hosts == dict.fromkeys((0, 1), socket.gethostname())
