@@ -59,6 +59,23 @@ RESUMED = {
 }
 
 
+# One run's largest error in bfloat16 is a matter of luck: that of `single` was 1.1e-5, 3.1e-5 and
+# 2.0e-5 with seeds 0, 1 and 2, that of ZeRO-1 2.9e-5, 2.8e-5 and 1.4e-5. Errors are those of all.
+MORE_SEEDS = (1, 2)
+
+
+def with_more_seeds(cases: list[dict], names: set[str]) -> list[dict]:
+    """Returns the cases, and those of the given names with other seeds besides."""
+    more = [
+        {**case, "name": f"{case['name']}_{seed}", "brief": True}
+        | {"fields": {**case["fields"], "seed": seed}}
+        for case in cases
+        if case["name"] in names
+        for seed in MORE_SEEDS
+    ]
+    return cases + more
+
+
 def model_of(variant: str) -> dict:
     return {**DROPOUT, **VARIANTS[variant][1]}
 
@@ -66,7 +83,7 @@ def model_of(variant: str) -> dict:
 def reference_cases() -> list[dict]:
     fields = {name: fields for name, (fields, _) in VARIANTS.items()}
     fields["float32"] = {**fields["bfloat16"], "precision": "float32"}
-    return [
+    cases = [
         {
             "name": name,
             "steps": STEPS,
@@ -75,6 +92,7 @@ def reference_cases() -> list[dict]:
         }
         for name, value in fields.items()
     ]
+    return with_more_seeds(cases, {"bfloat16", "float32"})
 
 
 def sharded_cases(world: int) -> list[dict]:
@@ -88,6 +106,7 @@ def sharded_cases(world: int) -> list[dict]:
         for name, (variant, processes, fields) in CASES.items()
         if processes == world
     ]
+    cases = with_more_seeds(cases, set(of_variant("bfloat16")))
     cases += [
         {
             "name": name,
@@ -159,8 +178,17 @@ def test_slots_averages_and_norms_are_of_the_whole_model(saw, name):
 @pytest.mark.parametrize("name", of_variant("bfloat16"))
 def test_bfloat16_is_as_exact_as_on_one_device(saw, name):
     result, bfloat16, float32 = saw[name], saw["bfloat16"], saw["float32"]
-    assert loss_error(bfloat16, float32) > TOLERANCE, "bfloat16 was not used"
-    assert loss_error(result, float32) <= 2 * loss_error(bfloat16, float32)
+    # No gradient has been summed before the first loss.
+    assert result["losses"][0] == pytest.approx(bfloat16["losses"][0], rel=1e-6)
+    errors = {
+        run: max(
+            loss_error(saw[f"{run}{seed}"], saw[f"float32{seed}"])
+            for seed in ("", *(f"_{seed}" for seed in MORE_SEEDS))
+        )
+        for run in (name, "bfloat16")
+    }
+    assert errors["bfloat16"] > TOLERANCE, "bfloat16 was not used"
+    assert errors[name] <= 2 * errors["bfloat16"]
     for prefix in ("gradient/", "state/transformer_blocks"):
         error = overall_error(result, float32, prefix)
         assert error <= 2 * overall_error(bfloat16, float32, prefix), prefix
