@@ -123,6 +123,18 @@ class Loop:
     pulse: Pulse = field(default_factory=Pulse)
     sources: Sequence[str] = ()
 
+    def _begin(self, progress: Progress, resumed: bool, owes_pause: bool) -> None:
+        """Sets what a run keeps from step to step; arguments as for `run`."""
+        self._call("on_start", progress, resumed)
+        self.progress = progress
+        self._evaluation: dict[str, Any] = {}
+        self._saved_step = progress.step if resumed and not owes_pause else -1
+        self._paused_step = -1 if owes_pause else progress.step
+        self._stopping, self._reshaping, self._phase = False, False, "compile"
+        self._batches = self.open_batches(progress)
+        self._bad: tuple[_Pending, BadStep] | None = None
+        self._out: list[_Pending] = []
+
     def run(self, progress: Progress, resumed: bool = False, owes_pause: bool = False) -> str:
         """Trains from `progress` on.
 
@@ -137,15 +149,7 @@ class Loop:
         Raises:
           WorldChanged: a step's signal says that ranks are to come or go.
         """
-        self._call("on_start", progress, resumed)
-        self.progress = progress
-        self._evaluation: dict[str, Any] = {}
-        self._saved_step = progress.step if resumed and not owes_pause else -1
-        self._paused_step = -1 if owes_pause else progress.step
-        self._stopping, self._reshaping, self._phase = False, False, "compile"
-        self._batches = self.open_batches(progress)
-        self._bad: tuple[_Pending, BadStep] | None = None
-        self._out: list[_Pending] = []
+        self._begin(progress, resumed, owes_pause)
         first, overlap = True, steps_overlap()
         if owes_pause:
             self._pause(progress)

@@ -112,7 +112,6 @@ def _train(
     from tfbig.profiler.profiling import measured
     from tfbig.run_start import make_run_folder, recent_losses, start_from
     from tfbig.run_state import StateKeeper, check_shared
-    from tfbig.watchdog import Watchdog
 
     memory, data = check_and_open(config, folder, trainer)
     if config.robustness.replay_step:
@@ -122,10 +121,7 @@ def _train(
     with on_every_rank():
         held.enter_context(make_run_folder(config, folder, trainer, world.lock_patience))
         check_shared(folder, trainer)
-    timeout = config.robustness.hang_timeout
-    watchdog = held.enter_context(Watchdog(folder, trainer.rank, trainer.size, timeout))
-    pulse = watchdog.pulse
-    held.enter_context(lost_hosts_named(watchdog.hosts))
+    pulse = _pulse(config, trainer, folder, held)
     keeper = held.enter_context(StateKeeper(config, folder, trainer, data.identity))
     reader, notes = world.find(trainer, keeper)
 
@@ -161,6 +157,16 @@ def _train(
         with world.trained_in(trainer, loop) as owes_pause:
             reason = loop.run(progress, reader is not None, owes_pause)
     return EXIT_SIGNAL if reason == "signal" else 0
+
+
+def _pulse(config: Config, trainer: Any, folder: RunFolder, held: contextlib.ExitStack) -> Any:
+    """Returns what the training thread tells the watchdog, which also knows hosts that are lost."""
+    from tfbig.watchdog import Watchdog
+
+    timeout = config.robustness.hang_timeout
+    watchdog = held.enter_context(Watchdog(folder, trainer.rank, trainer.size, timeout))
+    held.enter_context(lost_hosts_named(watchdog.hosts))
+    return watchdog.pulse
 
 
 def _watch(
