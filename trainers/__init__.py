@@ -8,6 +8,15 @@ STRATEGIES = {
     "pipeline": "trainers.by_sharding:pipeline_trainer",
 }
 
+# By strategy, what it can drive: one device, those of one host, or those of a cluster.
+REACH = {
+    "single": "device",
+    "mirrored": "host",
+    "multi_worker": "cluster",
+    "horovod": "cluster",
+    "pipeline": "cluster",
+}
+
 # By strategy, what of trainers/validate.py says whether it takes a configuration.
 CHECKS = {
     "single": (

@@ -15,13 +15,10 @@ from tfbig.planner.software import Software
 from tfbig.planner.step_time import StepModel, StepTime
 from tfbig.schedule import batch_sizes
 from tfbig.validation import validate
-from trainers import check_strategy
+from trainers import REACH, check_strategy
 from trainers.mesh import make_mesh
 from trainers.partition import Partition, choose_partition
 from trainers.validate import derive_microbatch_size
-
-# Strategies that don't start as many processes as a cluster takes.
-_ONE_DEVICE, _ONE_PROCESS = ("single",), ("mirrored",)
 
 
 @dataclass(frozen=True)
@@ -147,18 +144,19 @@ def check_devices(config: Config, cluster: Cluster) -> None:
       UserError: it drives one device, or those of one host, and there are more.
     """
     strategy, devices = config.parallel.strategy, cluster.num_devices
-    if strategy in _ONE_DEVICE and devices > 1:
+    reach = REACH[strategy]
+    if reach == "device" and devices > 1:
         raise UserError(
             f"--strategy={strategy} drives one device, and {cluster.name} has {devices}: take"
             " --strategy=horovod, or pipeline."
         )
-    if strategy in _ONE_PROCESS and cluster.num_nodes > 1:
+    if reach == "host" and cluster.num_nodes > 1:
         raise UserError(
             f"--strategy={strategy} drives the devices of one host, and {cluster.name} has"
             f" {cluster.num_nodes} nodes: take --strategy=horovod, multi_worker or pipeline."
         )
     asked = config.parallel.num_devices
-    processes = 1 if strategy in _ONE_PROCESS else devices // max(1, asked)
+    processes = 1 if reach == "host" else devices // max(1, asked)
     if asked and processes * asked != devices:
         raise UserError(
             f"--num_devices={asked}: processes of so many devices do not make up the {devices} of"
