@@ -69,6 +69,7 @@ def test_a_standing_and_its_state_are_kept(tmp_path):
 def test_which_errors_change_the_world():
     assert is_change(WorldChanged("hosts were added"))
     assert is_change(RuntimeError("Horovod has been shut down"))
+    assert is_change(RuntimeError("[/b/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting"))
     lost = RunError("host b no longer answers")
     lost.__cause__ = RuntimeError("HorovodAllreduce: connection reset")
     assert is_change(lost)

@@ -1,15 +1,26 @@
 """Which host has gone, when the ranks' connection breaks: the error of the engine names none."""
 
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
 
 from tfbig.errors import RunError
 
-_ENGINE = "Horovod"  # in every error of its operations, whatever Gloo says of the connection
+# An operation's name, where it is the engine's own, or the source that failed or made the operation.
+_ENGINE = re.compile(r"Horovod|horovod/tensorflow/|/gloo/")
 _PATIENCE = 5.0  # seconds for a host to answer
 _PORT = 22  # open or closed, a host that is there answers at once
+
+
+def is_engine_error(error: BaseException) -> bool:
+    """Returns whether an operation of Horovod's failed, whatever Gloo says of the connection.
+
+    >>> is_engine_error(RuntimeError("[/x/gloo/transport/tcp/pair.cc:1] Connection closed by peer"))
+    True
+    """
+    return _ENGINE.search(str(error)) is not None
 
 
 def answers(host: str, patience: float = _PATIENCE) -> bool:
@@ -61,7 +72,7 @@ def lost_hosts_named(hosts: Mapping[int, str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _ENGINE not in str(error):
+        if not is_engine_error(error):
             raise
         lost = silent_hosts(dict(hosts), socket.gethostname())
         if not lost:

@@ -13,6 +13,11 @@ from tfbig.watchdog import Watchdog
 
 SHUT_DOWN = "Horovod has been shut down. This was caused by an exception on one of the ranks"
 CUT = "Application timeout caused pair closure [[{{node HorovodGroupedAllreduce_0}}]]"
+# Of an operation with a name of ours, as two hosts printed it.
+TIMED_OUT = """Graph execution error: Detected at node data.sums defined at (most recent call last):
+File "/env/site-packages/horovod/tensorflow/mpi_ops.py", line 130, in _allreduce
+[/b/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 60000ms for recv operation to complete
+\t [[{{node data.sums}}]]"""
 
 
 def test_hosts_that_are_there_answer(monkeypatch):
@@ -41,7 +46,7 @@ def test_each_other_host_is_asked_once(monkeypatch):
 def test_the_engines_error_becomes_a_line_with_the_host(monkeypatch):
     hosts = {0: socket.gethostname(), 1: "h2"}
     monkeypatch.setattr(lost_host, "answers", lambda host: False)
-    for text in (SHUT_DOWN, CUT):
+    for text in (SHUT_DOWN, CUT, TIMED_OUT):
         with pytest.raises(RunError, match=r"host h2 \(rank 1\) no longer answers"):
             with lost_hosts_named(hosts):
                 raise RuntimeError(text)

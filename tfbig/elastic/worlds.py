@@ -23,11 +23,11 @@ from tfbig.elastic.refusals import check_elastic
 from tfbig.elastic.standing import Standing, keep, kept_files, let_go, rewrite, take
 from tfbig.errors import RunError, UserError, WorldChanged
 from tfbig.host_memory import memory_problem
+from tfbig.lost_host import is_engine_error
 from tfbig.run_folder import RunFolder
 from tfbig.schedule import slice_rows
 from tfbig.stop_signal import STOP
 
-_ENGINE = "Horovod"  # in every error of its operations
 _START_SECONDS = 300.0  # in which all ranks of a world import TensorFlow, from a slow disk too
 _WAIT_SECONDS = 1800.0  # for a new world, where --hang_timeout sets no limit
 _LOCK_SECONDS = 120.0  # in which a lost host's hold on the run's folder ends
@@ -249,7 +249,7 @@ def is_change(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, WorldChanged):
             return True
-        if _ENGINE in str(error) and not isinstance(error, UserError):
+        if is_engine_error(error) and not isinstance(error, UserError):
             return True
         error = error.__cause__
     return False
