@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from tfbig.errors import RunError
 
-# An operation's name, where it is the engine's own, or the source that failed or made the operation.
+# The name of an operation of the engine's, or the source that failed or made one of another name.
 _ENGINE = re.compile(r"Horovod|horovod/tensorflow/|/gloo/")
 _PATIENCE = 5.0  # seconds for a host to answer
 _PORT = 22  # open or closed, a host that is there answers at once

@@ -16,7 +16,7 @@ CUT = "Application timeout caused pair closure [[{{node HorovodGroupedAllreduce_
 # Of an operation with a name of ours, as two hosts printed it.
 TIMED_OUT = """Graph execution error: Detected at node data.sums defined at (most recent call last):
 File "/env/site-packages/horovod/tensorflow/mpi_ops.py", line 130, in _allreduce
-[/b/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 60000ms for recv operation to complete
+[/b/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 60000ms for recv operation
 \t [[{{node data.sums}}]]"""
 
 
