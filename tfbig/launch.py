@@ -205,40 +205,45 @@ def _launch_here(config: LaunchConfig, command: Sequence[str]) -> int:
 
 
 def _launch_on_sagemaker(config: LaunchConfig, command: Sequence[str]) -> int:
-    """Trains as SageMaker's files say, and leaves there what SageMaker wants to find."""
+    """Trains as SageMaker's files say; whatever fails is written where SageMaker looks for it."""
     root = Path(config.sagemaker_root)
     try:
-        job = sagemaker.read_job(root)
-        settings = Flags("launch", (LaunchConfig,), "").parse(
-            [f"--{name}={value}" for name, value in sagemaker.launcher_settings(job).items()]
-        )
-        config = dataclasses.replace(config, **settings)
-        _check(config)
-        train = [sys.executable, "-m", "tfbig.train", *sagemaker.training_flags(job), *command]
-        place = place_by_hosts(job.hosts, job.index, config)
-        ranks = place.num_processes * len(job.hosts)
-        if ranks > 1 and not any(word.startswith("--strategy=") for word in train):
-            train.append("--strategy=horovod")
-        reason_path = root / "output/.tfbig-reason"
-        reason_path.parent.mkdir(parents=True, exist_ok=True)
-        launcher = LauncherJob(
-            place=place,
-            command=train,
-            network_interface=config.network_interface or job.network_interface,
-            start_timeout=config.start_timeout,
-            num_processes=ranks,
-            reason_path=str(reason_path),
-        )
-        run_dir = _run_dir(train)
-        code = Supervisor(config, launcher.to_words(), run_dir).run()
-    except UserError as error:
+        return _train_on_sagemaker(config, root, command)
+    except Exception as error:
         sagemaker.write_failure(root, f"tfbig launch: {error}")
         raise
-    if code in (0, EXIT_SIGNAL) and job.index == 0:
-        sagemaker.publish(root, run_dir)
-    elif code not in (0, EXIT_SIGNAL):
-        reason = reason_path.read_text() if reason_path.exists() else f"exit code {code}"
+
+
+def _train_on_sagemaker(config: LaunchConfig, root: Path, command: Sequence[str]) -> int:
+    """Trains as SageMaker's files say, and leaves there what SageMaker wants to find."""
+    job = sagemaker.read_job(root)
+    settings = Flags("launch", (LaunchConfig,), "").parse(
+        [f"--{name}={value}" for name, value in sagemaker.launcher_settings(job).items()]
+    )
+    config = dataclasses.replace(config, **settings)
+    _check(config)
+    train = [sys.executable, "-m", "tfbig.train", *sagemaker.training_flags(job), *command]
+    place = place_by_hosts(job.hosts, job.index, config)
+    ranks = place.num_processes * len(job.hosts)
+    if ranks > 1 and not any(word.startswith("--strategy=") for word in train):
+        train.append("--strategy=horovod")
+    reason_path = root / "output/.tfbig-reason"
+    reason_path.parent.mkdir(parents=True, exist_ok=True)
+    launcher = LauncherJob(
+        place=place,
+        command=train,
+        network_interface=config.network_interface or job.network_interface,
+        start_timeout=config.start_timeout,
+        num_processes=ranks,
+        reason_path=str(reason_path),
+    )
+    run_dir = _run_dir(train)
+    code = Supervisor(config, launcher.to_words(), run_dir).run()
+    if code not in (0, EXIT_SIGNAL):
+        reason = sagemaker.read_reason(reason_path) or f"exit code {code}"
         sagemaker.write_failure(root, f"{job.current_host}: {reason}")
+    elif job.index == 0:
+        sagemaker.publish(root, run_dir)
     reason_path.unlink(missing_ok=True)
     return code
 

@@ -78,9 +78,19 @@ def test_a_world_of_another_size_is_refused_by_all(tmp_path):
 
 def test_hosts_that_do_not_come_are_named(tmp_path):
     (one,) = ends(start_hosts(tmp_path, [SHOW] * 2, "--start_timeout=2", only=0))
-    assert one[2] == 1 and "the launchers of index 1 have not come (1 of 2)" in one[1], one
+    assert one[2] == 1 and "the launchers of 127.0.0.2 have not come (1 of 2)" in one[1], one
     (two,) = ends(start_hosts(tmp_path, [SHOW] * 2, "--start_timeout=2", only=1))
     assert two[2] == 1 and "127.0.0.1 does not answer on port" in two[1], two
+
+
+def test_launchers_of_mpirun_that_do_not_come_are_counted(tmp_path):
+    (port,) = free_ports(1)
+    command = [*LAUNCH, "--cluster=mpi", "--hosts=127.0.0.1", "--start_timeout=1"]
+    place = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "12"}
+    done = run([*command, f"--port={port}", *shell(tmp_path, SHOW)], 60, place)
+    shown = ", ".join(map(str, range(1, 9)))
+    assert done.returncode == 1, done.stdout
+    assert f"launchers of index {shown} and 3 more have not come (11 of 12)" in done.stdout
 
 
 def test_a_signal_lets_the_ranks_save_in_their_own_time(tmp_path):

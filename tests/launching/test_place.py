@@ -31,8 +31,9 @@ STEP = {
 
 
 def test_a_task_of_slurms_is_a_launcher_of_one_rank():
-    assert place_by_slurm(DEFAULT, STEP) == Place(2, 3, "n2", 10_000 + 3 * 64, 1)
-    assert place_by_slurm(LaunchConfig(port=99, processes_per_host=4), STEP)[3:] == (99, 4)
+    hosts = ("n2", "n2", "n10")
+    assert place_by_slurm(DEFAULT, STEP) == Place(2, 3, "n2", 10_000 + 3 * 64, 1, hosts)
+    assert place_by_slurm(LaunchConfig(port=99, processes_per_host=4), STEP)[3:5] == (99, 4)
     alone = place_by_slurm(DEFAULT, STEP | {"SLURM_STEP_NUM_TASKS": "1"})
     assert alone[:3] == (0, 1, "localhost")
     with pytest.raises(UserError, match="outside a step of Slurm's: start it as `srun"):

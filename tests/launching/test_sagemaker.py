@@ -20,6 +20,7 @@ from tfbig.launching.sagemaker import (
     launcher_settings,
     publish,
     read_job,
+    read_reason,
     training_flags,
     write_failure,
 )
@@ -158,6 +159,12 @@ def test_a_reason_is_short_and_the_first_one_stays(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+def test_a_launchers_reason_is_read_as_far_as_it_can_be(tmp_path):
+    assert read_reason(tmp_path / "none") == read_reason(tmp_path) == ""
+    (tmp_path / "reason").write_bytes(b"caf\xc3\xa9 \xff")
+    assert read_reason(tmp_path / "reason") == "café \ufffd"
+
+
 def start(root, *flags, extra=None):
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "tfbig.launch", "--cluster=sagemaker", "--restarts=0"]
@@ -219,3 +226,20 @@ def test_a_failed_job_says_why(tmp_path):
     reason = (root / "output/failure").read_text()
     assert reason.startswith("algo-1: rank 0 ended with code 2: tfbig train: error: unknown flag")
     assert "Did you mean learning_rate" in reason
+
+
+@pytest.mark.distributed
+def test_a_model_that_cannot_be_put_in_its_place_is_a_failure(tmp_path, small_flags):
+    given = dict(flag[2:].split("=", 1) for flag in small_flags)
+    data = given.pop("data")
+    given |= {"steps": "1", "eval_every": "0", "tensorboard": "false", "processes_per_host": "1"}
+    root = make_root(tmp_path / "ml", given)
+    (root / "input/data").mkdir()
+    (root / "input/data/training").symlink_to(data)
+    (root / "model").symlink_to("/dev/full")
+    process = start(root)
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 1, output
+    assert latest(root / "checkpoints/run/checkpoints").step == 1
+    reason = (root / "output/failure").read_text()
+    assert reason.startswith("tfbig launch: [Errno ") and str(root / "model") in reason, reason

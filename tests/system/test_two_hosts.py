@@ -1,59 +1,22 @@
-"""Two real hosts: network namespaces with their own names, addresses and sshd; needs root."""
+"""Two hosts train as one does, and see what is wrong with one of them."""
 
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import REPOSITORY, run
-from tfbig.run_folder import read_metrics
+from tests.distributed.launch import run
+from tests.system.on_hosts import HOROVODRUN, LAYOUTS, TRAIN, losses, on_host
 
-TWO_HOSTS = str(REPOSITORY / "tests/system/two_hosts")
-BIN = Path(sys.executable).parent
 pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(not os.environ.get("TFBIG_SYSTEM_TESTS"), reason="make test-system runs it"),
+    pytest.mark.usefixtures("healed"),
 ]
-TRAIN = ["-m", "tfbig.train", "--eval_every=0", "--notensorboard", "--deterministic"]
-HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", "-H", "h1:1,h2:1"]
-HOROVODRUN += ["--network-interfaces", "eth0", sys.executable]
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
-    """Makes the hosts; what runs on them ends with them."""
-    assert os.geteuid() == 0, "tests/system/test_two_hosts.py needs root"
-    os.environ["TWO_HOSTS_DIR"] = str(tmp_path_factory.mktemp("hosts") / "two_hosts")
-    subprocess.run([TWO_HOSTS, "down"], timeout=60)
-    subprocess.run([TWO_HOSTS, "up"], check=True, timeout=60)
-    yield
-    subprocess.run([TWO_HOSTS, "down"], timeout=60)
-
-
-@pytest.fixture(autouse=True)
-def healed(hosts):
-    yield
-    subprocess.run([TWO_HOSTS, "heal", "h2"], check=True, timeout=30)
-
-
-def on_host(host: str, command: list[str], **more: str) -> list[str]:
-    values = {
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    } | more
-    return [TWO_HOSTS, "run", host, "env", *(f"{k}={v}" for k, v in values.items()), *command]
-
-
-def losses(folder) -> list[float]:
-    return [record["loss"] for record in read_metrics(Path(folder) / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +27,6 @@ def reference(tmp_path_factory, small_flags):
     done = run([*command, f"--run_dir={folder / 'run'}"], 400)
     assert done.returncode == 0, done.stdout
     return losses(folder / "run")
-
-
-LAYOUTS = {
-    "data": ["--strategy=horovod"],
-    "p2": ["--strategy=pipeline", "--pipeline_parallel_degree=2", "--microbatches=2"],
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,68 +44,6 @@ def test_two_hosts_train_as_one_does(layout, reference, tmp_path, small_flags):
         assert done.returncode == 0, done.stdout
         reference = losses(tmp_path / "single")
     assert losses(tmp_path / "run") == pytest.approx(reference, rel=1e-5)
-
-
-class Running:
-    """A long run on both hosts, started on h1; its terminal goes to a file."""
-
-    def __init__(self, tmp_path, small_flags, launcher):
-        self.folder, self._terminal = tmp_path / "run", tmp_path / "terminal"
-        flags = [*small_flags, "--strategy=horovod", "--steps=1000000", f"--run_dir={self.folder}"]
-        with open(self._terminal, "w") as file:
-            self.process = subprocess.Popen(
-                on_host("h1", [*launcher, *TRAIN, *flags, "--checkpoint_every=1000000"]),
-                cwd=REPOSITORY,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.wait_for_step(3)
-
-    @property
-    def shown(self) -> str:
-        return self._terminal.read_text(errors="replace")
-
-    def step(self) -> int:
-        try:
-            return read_metrics(self.folder / "metrics.jsonl")[-1]["step"]
-        except (OSError, IndexError):
-            return 0
-
-    def wait_for_step(self, step, seconds=300):
-        deadline = time.monotonic() + seconds
-        while self.step() < step:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.shown
-            time.sleep(0.2)
-
-    def close(self):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
-
-
-def test_a_short_cut_is_survived_and_a_lost_host_ends_the_job_and_is_named(tmp_path, small_flags):
-    job = Running(tmp_path, small_flags, HOROVODRUN)
-    try:
-        subprocess.run([TWO_HOSTS, "cut", "h2"], check=True)
-        time.sleep(5)
-        assert job.process.poll() is None
-        subprocess.run([TWO_HOSTS, "heal", "h2"], check=True)
-        job.wait_for_step(job.step() + 5)
-        start = time.monotonic()
-        subprocess.run([TWO_HOSTS, "cut", "h2"], check=True)
-        job.process.wait(90)
-        print(f"the job ended {time.monotonic() - start:.0f} s after the cut")
-    finally:
-        job.close()
-    assert job.process.returncode != 0
-    last = job.shown.splitlines()[-10:]
-    assert any("h2" in line for line in last), "\n".join(last)
 
 
 def test_a_run_folder_that_only_one_host_sees_is_refused(tmp_path, small_flags):
@@ -180,10 +75,10 @@ def test_the_doctor_sees_both_hosts_and_a_folder_that_one_lacks(tmp_path):
     assert any(text.startswith("h1-h2: ") for text in measured), measured
 
 
-def test_our_own_launcher_meets_over_the_network_without_ssh(tmp_path, small_flags):
-    flags = [*small_flags, "--strategy=horovod", "--steps=3", f"--run_dir={tmp_path / 'run'}"]
+def launched_on_both(command: list[str]) -> tuple[str, str]:
+    """Returns what our own launchers of h1 and of h2 print; both end well."""
     launch = [sys.executable, "-m", "tfbig.launch", "--cluster=hosts", "--hosts=h1,h2"]
-    command = [*launch, "--num_processes=2", "--restarts=0", "--", sys.executable, *TRAIN, *flags]
+    command = [*launch, "--num_processes=2", "--restarts=0", "--", *command]
     other = subprocess.Popen(
         on_host("h2", command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -193,5 +88,29 @@ def test_our_own_launcher_meets_over_the_network_without_ssh(tmp_path, small_fla
     finally:
         other.kill()
     assert first.returncode == other.returncode == 0, first.stdout + second
+    return first.stdout, second
+
+
+def test_our_own_launcher_meets_over_the_network_without_ssh(tmp_path, small_flags):
+    flags = [*small_flags, "--strategy=horovod", "--steps=3", f"--run_dir={tmp_path / 'run'}"]
+    _, second = launched_on_both([sys.executable, *TRAIN, *flags])
     assert "h2 starts rank 1 of 2 on 2 hosts; network card eth0" in second
     assert len(losses(tmp_path / "run")) == 3
+
+
+def test_a_first_host_that_takes_its_own_name_for_127_0_1_1_as_debian_sets_it_up(hosts):
+    file = Path("/etc/netns/h1/hosts")  # written in place: h1's processes have it mounted
+    before = file.read_text()
+    show = f'echo "$HOROVOD_GLOO_IFACE $TF_CONFIG"; exec {sys.executable} -m tfbig.horovod_selftest'
+    file.write_text(before.replace("10.99.0.1 h1", "127.0.1.1 h1"))
+    try:
+        name = run(on_host("h1", ["getent", "hosts", "h1"]), 30)
+        outputs = launched_on_both(["sh", "-c", show])
+    finally:
+        file.write_text(before)
+    assert name.stdout.split() == ["127.0.1.1", "h1"]
+    for rank, output in enumerate(outputs):
+        assert f"h{rank + 1} starts rank {rank} of 2 on 2 hosts; network card eth0" in output
+        (line,) = [line for line in output.splitlines() if "cluster" in line]
+        assert "eth0 {" in line and '["10.99.0.1:7778", "10.99.0.2:7778"]' in line, line
+        assert f"rank {rank} of 2: passed" in output

@@ -30,6 +30,7 @@ class Place(NamedTuple):
     first_host: str  # where launcher 0 runs
     port: int  # at which it waits for the others
     num_processes: int  # that this launcher starts
+    hosts: Sequence[str] = ()  # of all launchers, where whoever started them says so
 
 
 class Slot(NamedTuple):
@@ -69,8 +70,8 @@ def place_by_slurm(config: LaunchConfig, environ: Mapping[str, str] = os.environ
     place = place_from_slurm(environ)
     if place is None:
         return Place(0, 1, "localhost", config.port or DEFAULT_PORT, count)
-    host, _, port = place.addresses[0].rpartition(":")
-    return Place(place.rank, len(place.addresses), host, config.port or int(port), count)
+    hosts, ports = zip(*(address.rsplit(":", 1) for address in place.addresses), strict=True)
+    return Place(place.rank, len(hosts), hosts[0], config.port or int(ports[0]), count, hosts)
 
 
 def place_by_mpi(
@@ -124,7 +125,7 @@ def place_by_hosts(
     if index < 0:
         index = _find_here(hosts)
     count = config.processes_per_host or max(1, num_gpus(environ))
-    return Place(index, len(hosts), hosts[0], config.port or DEFAULT_PORT, count)
+    return Place(index, len(hosts), hosts[0], config.port or DEFAULT_PORT, count, hosts)
 
 
 def _find_here(hosts: Sequence[str]) -> int:

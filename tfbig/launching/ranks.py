@@ -65,7 +65,9 @@ class Rank:
         """Returns its error line, else the last line that it printed."""
         lines = [line.decode(errors="replace").strip() for line in self._lines]
         errors = [match[0] for line in lines if (match := _ERROR.search(line))]
-        return (errors or [line for line in lines if line] or ["it printed nothing"])[-1]
+        # What all ranks meet only rank 0 prints, perhaps on another host.
+        nothing = "it printed nothing" + "; rank 0 may have said why" * (self.number > 0)
+        return (errors or [line for line in lines if line] or [nothing])[-1]
 
     def signal(self, number: int) -> None:
         """Sends a signal, unless it has ended."""

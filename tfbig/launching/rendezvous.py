@@ -115,9 +115,9 @@ class Meeting:
             said |= {int(index): json.loads(value) for index, value in self._scope(_CAME).items()}
             if len(said) < self._place.num_launchers:
                 absent = sorted(set(range(self._place.num_launchers)) - set(said))
-                shown = ", ".join(map(str, absent[:8]))
-                self._wait(f"the launchers of index {shown} have not come", len(absent))
+                self._wait(f"{self._named(absent)} have not come", len(absent))
         everyone = [said[index] for index in range(self._place.num_launchers)]
+        own["address"] = first_address(everyone)
         try:
             slots = slots_of([one["host"] for one in everyone], [one["count"] for one in everyone])
         except UserError:
@@ -127,6 +127,13 @@ class Meeting:
         with self._server.cache_lock:
             self._server.cache.setdefault(_WORLD, {})["launchers"] = json.dumps(everyone).encode()
         return everyone
+
+    def _named(self, launchers: Sequence[int]) -> str:
+        """Returns who some launchers are, by host where that is known."""
+        hosts = self._place.hosts
+        names = list(dict.fromkeys(hosts[i] if hosts else str(i) for i in launchers))
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        return f"the launchers of {'' if hosts else 'index '}{', '.join(names[:8])}{more}"
 
     def _scope(self, name: str) -> dict[str, bytes]:
         with self._server.cache_lock:
@@ -214,6 +221,19 @@ def local_address(remote: str) -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
+
+
+def first_address(everyone: Sequence[dict[str, Any]]) -> str:
+    """Returns launcher 0's address as the other hosts reach it.
+
+    Its host's own name, which the others reach it by, may be 127.0.1.1 to itself: Debian's default.
+
+    Args:
+      everyone: what the launchers said.
+    """
+    first = everyone[0]
+    others = [one["address"] for one in everyone if one["host"] != first["host"]]
+    return local_address(others[0]) if others else str(first["address"])
 
 
 def choose_card(index: int, everyone: Sequence[dict[str, Any]], chosen: str) -> str:

@@ -216,6 +216,14 @@ def write_failure(root: Path, reason: str) -> None:
         print(f"tfbig launch: {path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
+def read_reason(path: Path) -> str:
+    """Returns the reason that a launcher has left, "" where there is none to be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def publish(root: Path, run_dir: str) -> None:
     """Puts what serves the model into `model`, and what tells of the run into `output/data`.
 
