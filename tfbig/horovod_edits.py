@@ -295,6 +295,24 @@ _INTERFACE = Edit(
 """,
 )
 
+# (n) An elastic world forms anew when every rank of the last one waits for it or has ended. Of a
+#     rank on a host that is cut off or down horovodrun only has ssh's connection, which stays open
+#     for hours without a word. ssh asks the other end, and ends where that is silent for as long as
+#     the other ranks wait for it (trainers/collectives.py) or a little longer.
+_LOST_HOST = Edit(
+    "n",
+    "horovod/runner/gloo_run.py",
+    """                                         identity_file=settings.ssh_identity_file)
+""",
+    """                                         identity_file=settings.ssh_identity_file)
+            if settings.elastic and command.startswith('ssh '):
+                patience = int(os.environ.get('HOROVOD_GLOO_TIMEOUT_SECONDS')
+                               or max(60, settings.max_num_proc or settings.num_proc))
+                command = (f'ssh -o ServerAliveInterval={max(1, patience // 10)} '
+                           f'-o ServerAliveCountMax=10 {command[len("ssh "):]}')
+""",
+)
+
 EDITS: tuple[Edit, ...] = (
     _XLA_OPERATIONS,
     _STALL_INSPECTOR,
@@ -309,6 +327,7 @@ EDITS: tuple[Edit, ...] = (
     *_SCREEN,
     *_GRACE,
     _INTERFACE,
+    _LOST_HOST,
 )
 
 

@@ -1,5 +1,6 @@
 """Commands and long runs on the hosts of network namespaces that `two_hosts` makes."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.soak import processes_of
 from tests.distributed.launch import REPOSITORY
 from tfbig.run_folder import read_metrics
 
@@ -76,3 +78,6 @@ class Running:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
+        for pid in processes_of(self.folder):  # an elastic one outlives its terminal
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
