@@ -105,7 +105,8 @@ def overhead(blocks: int) -> tuple[float, float, float]:
 
 def direct_cost(seconds: float) -> float:
     """Returns the share of a core that the sampling thread takes, by its own clock."""
-    from tfbig.profiler.host_metrics import HostMetrics, find_limits
+    from tfbig.profiler.cgroup_limits import find_limits
+    from tfbig.profiler.host_metrics import HostMetrics
     from tfbig.profiler.system_writer import SystemWriter
 
     host = HostMetrics(find_limits())

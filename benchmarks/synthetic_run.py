@@ -54,6 +54,7 @@ class SyntheticRun:
         progress = np.arange(count) / max(1, count - 1)
         self.loss = 4 * np.exp(-3 * progress) + 3 + 0.02 * rng.standard_normal(count)
         self.grad_norm = 1 + 0.1 * rng.standard_normal(count)
+        self.layer_norms = np.zeros([count, 0])  # embedding, blocks, head
         self.evaluations: list[tuple[int, float, float]] = []  # step, loss, seconds
         self.tensors: list[dict[str, Any]] = []
         self.captures: list[dict[str, Any]] = []
@@ -129,7 +130,13 @@ class SyntheticRun:
 
     def _record(self, index: int, time: float) -> dict[str, Any]:
         seconds, tokens = float(self.seconds[index]), 32 * 256
+        norms: dict[str, Any] = {}
+        if self.layer_norms.shape[1]:
+            first, *blocks, last = self.layer_norms[index].tolist()
+            layers = {"embedding": first, "transformer_blocks": blocks, "head": last}
+            norms = {"layer_grad_norms": layers}
         return {
+            **norms,
             "kind": "train",
             "step": index + 1,
             "time": time,

@@ -27,7 +27,7 @@ class RecordHook(Hook):
 
     def __init__(self, folder: RunFolder) -> None:
         self._metrics, self._events = folder.open_metrics(), folder.open_events()
-        self._is_first = True
+        self._is_first, self._save_wait = True, 0.0
 
     def on_start(self, progress: Progress, resumed: bool) -> None:
         reason = f"resumed at step {progress.step}" if resumed else "new run"
@@ -49,8 +49,15 @@ class RecordHook(Hook):
             "evaluation", "due", step=record["step"], seconds=record["seconds"]
         )
 
+    def on_save_wait(self, seconds: float) -> None:
+        self._save_wait += seconds
+
     def on_checkpoint(self, step: int, seconds: float) -> None:
-        self._events.write_event("checkpoint", "saved", step=step, seconds=seconds)
+        # Most of its seconds may lie beside training, in the thread that writes.
+        waited, self._save_wait = self._save_wait, 0.0
+        self._events.write_event(
+            "checkpoint", "saved", step=step, seconds=seconds, wait_seconds=waited
+        )
 
     def on_event(self, event: str, reason: str, **fields: Any) -> None:
         self._events.write_event(event, reason, **fields)

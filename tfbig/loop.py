@@ -46,6 +46,9 @@ class Hook:
     def on_sample_begin(self, step: int) -> None:
         """Called before a sampled step is launched; the one before it has ended."""
 
+    def on_sample_batch(self, batch: Any) -> None:
+        """Called with a sampled step's batch, of this rank, once it is launched."""
+
     def on_sample_end(self, step: int) -> None:
         """Called after a sampled step, when its result has been read."""
 
@@ -54,6 +57,9 @@ class Hook:
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
         """Called when a checkpoint is complete, at the next step or the run's end."""
+
+    def on_save_wait(self, seconds: float) -> None:
+        """Called with the time in which training stood still for a checkpoint, before the above."""
 
     def on_event(self, event: str, reason: str, **fields: Any) -> None:
         """Called when something happened that is none of the above, such as a bad step."""
@@ -161,6 +167,8 @@ class Loop:
             for hook in sampling:
                 hook.on_sample_begin(self.progress.step + 1)
             launched = self._launch(self.progress)
+            for hook in sampling:
+                hook.on_sample_batch(launched.batch)
             self._out.append(launched)
             self.progress = launched.progress
             if first:
@@ -360,12 +368,18 @@ class Loop:
         self.pulse.enter("save")
         fresh = self._evaluation.get("step") == progress.step
         metadata = {"eval_loss": self._evaluation["loss"]} if fresh else {}
+        start = time.perf_counter()
         self.saver.save(progress, {**metadata, "recent_losses": self.bad_steps.losses()})
+        self._call("on_save_wait", time.perf_counter() - start)
         self._saved_step = progress.step
 
     def _report_saves(self, wait: bool = False) -> None:
         """Reports the saves that have ended, and raises what one of them failed with."""
-        for saved in self.saver.finished(wait):
+        start = time.perf_counter()
+        done = self.saver.finished(wait)
+        if wait:
+            self._call("on_save_wait", time.perf_counter() - start)
+        for saved in done:
             self._call("on_checkpoint", saved.step, saved.seconds)
 
     def _call(self, method: str, *arguments: Any, **fields: Any) -> None:

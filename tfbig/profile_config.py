@@ -21,12 +21,14 @@ class ProfileConfig:
     """Steps that are captured by operation, e.g. 5,100-102; empty, or multi_worker, means none."""
     tensor_stats_every: int = 0
     """Steps between statistics of weights and gradients, for the tensor rules; 0 means none."""
+    print_rules: bool = False
+    """Whether each rule that fires during training is printed, and written to events.jsonl."""
     stop_on_rule: tuple[str, ...] = ()
     """Rule (docs/profiling.md) that stops the run, after a save, when it fires. Repeat for more."""
     rule_webhook: str = ""
     """URL that is told, as JSON, of each rule that fires during training; empty means none."""
     rule_seconds: float = 60.0
-    """Seconds between two looks of the rules, for the two options above; 0 means none."""
+    """Seconds between two looks of the rules, for the three options above; 0 means none."""
     tracker: Literal["none", "mlflow", "wandb"] = "none"
     """Where the records go besides files and TensorBoard; wandb writes offline."""
 

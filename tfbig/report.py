@@ -1,6 +1,7 @@
 """A page about a run, or several compared: `tfbig report RUN`, `tfbig report RUN1 RUN2`."""
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,8 @@ def _document(config: ReportConfig, runs: Sequence[str]) -> Any:
 
     if len(runs) > 1:
         return compare([read_run(path) for path in runs])
-    data = read_run(runs[0])
+    # A page that is renewed is of a run in training: silence counts up to now.
+    data = read_run(runs[0], time.time() if config.watch else None)
     assumptions = Assumptions(
         config.watts_per_core, config.watts_per_gigabyte, config.overhead, config.kilograms_per_kwh
     )

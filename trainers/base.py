@@ -72,6 +72,11 @@ class Trainer(abc.ABC):
     can_be_captured: bool = True
     holder: str = "rank"
 
+    @property
+    def whole_model(self) -> Any:
+        """The model, after `build`, where this process holds all its weights; None elsewhere."""
+        return None
+
     @abc.abstractmethod
     def __init__(self, config: Config) -> None: ...
 

@@ -50,6 +50,10 @@ class HorovodTrainer(ReplicaTrainer):
         self.config = replace_fields(self.config, {"microbatches": microbatches})
         self._reduction = gradient_reduction(self.config.parallel)
 
+    @property
+    def whole_model(self) -> Any:
+        return self.model
+
     def agree(self, value: int, op: str) -> int:
         return self._engine.agree(value, op)
 

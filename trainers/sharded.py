@@ -27,6 +27,10 @@ from trainers.unallocated import stored_as_used
 class ShardedTrainer(HorovodTrainer):
     """Trains a replica in each process; optimizer state is shared among all of them."""
 
+    @property
+    def whole_model(self) -> Any:
+        return None
+
     def _make_model(self, initial_values: bool = True) -> GPT:
         """Returns the model; in 16 bits, with what of it is trained kept as it is used.
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from tfbig.config import Config
+from tfbig.model.gpt import GPT
 from trainers.devices import prepare_devices
 from trainers.replica import ReplicaTrainer
 from trainers.validate import check_data_parallel_only, check_no_sharding, check_one_device
@@ -17,6 +18,10 @@ class SingleTrainer(ReplicaTrainer):
         check_one_device(config)
         self.config = config
         prepare_devices(config.parallel)
+
+    @property
+    def whole_model(self) -> GPT:
+        return self.model
 
     def agree(self, value: int, op: str) -> int:
         return value

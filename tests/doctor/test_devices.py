@@ -3,7 +3,7 @@
 import pytest
 
 from tfbig.diagnosis.devices import Gpu, examine, examine_cores
-from tfbig.profiler.host_metrics import Limits
+from tfbig.profiler.cgroup_limits import Limits
 
 GIB = 1 << 30
 GOOD = Gpu("L4", 24 * GIB, 0, 0)

@@ -1,10 +1,13 @@
 """Trains as `tfbig.train` does, with faults that its environment asks for.
 
 TFBIG_FAULTS names some of: slow_disk (each batch comes late), leak (2 MB a step are kept), spike
-(step 45 learns one word again and again), slow_rank (rank 1 computes longer).
+(step 45 learns one word again and again), slow_rank (rank 1 computes longer), pinned_core (another
+process fills the last core, and this one leaves it and waits 0.15 s for each batch).
 """
 
+import contextlib
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +27,8 @@ def with_faults(batches: Iterator[Any], faults: Sequence[str]) -> Iterator[Any]:
     for number, batch in enumerate(batches, 1):
         if "slow_disk" in faults:
             time.sleep(0.05)
+        if "pinned_core" in faults:
+            time.sleep(0.15)
         if "leak" in faults:
             _KEPT.append(np.ones(2 << 20, np.uint8))
         if "spike" in faults and number == SPIKE_STEP:
@@ -57,6 +62,26 @@ def spoil(faults: Sequence[str]) -> Any:
     return mend
 
 
+@contextlib.contextmanager
+def pinned_core(faults: Sequence[str]) -> Iterator[None]:
+    """Keeps the last core full while the context lasts, and this process on the others."""
+    if "pinned_core" not in faults:
+        yield
+        return
+    *others, last = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, others)
+    lines = ["import os", f"os.sched_setaffinity(0, [{last}])"]
+    lines.append(f"while os.getppid() == {os.getpid()}: pass")
+    busy = subprocess.Popen([sys.executable, "-c", "\n".join(lines)])
+    try:
+        yield
+    finally:
+        busy.kill()
+        busy.wait()
+
+
 if __name__ == "__main__":
-    spoil(os.environ["TFBIG_FAULTS"].split(","))
-    train.main(sys.argv[1:])
+    wanted = os.environ["TFBIG_FAULTS"].split(",")
+    spoil(wanted)
+    with pinned_core(wanted):
+        train.main(sys.argv[1:])

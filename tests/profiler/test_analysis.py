@@ -7,9 +7,9 @@ import pytest
 
 import tfbig.profiler
 from tfbig.errors import UserError
+from tfbig.profiler import MergeUnit, Resource, StatsBy
 from tfbig.profiler.chart import choose, series_of, thin
 from tfbig.profiler.host_metrics import Metric
-from tfbig.profiler.merged_timeline import MergeUnit
 from tfbig.profiler.metrics_readers import LocalAlgorithmMetricsReader, LocalSystemMetricsReader
 from tfbig.profiler.system_table import SystemTable, read_system
 from tfbig.profiler.system_writer import SystemWriter
@@ -38,7 +38,7 @@ def test_the_originals_cells_run(measured_run):
     assert set(found) == {("CPUUtilization", "total"), ("I/OWaitPercentage", "total")}
     assert len(view_timeline_charts.figure.data) == 2
     assert len(view_timeline_charts.figure.data[0].y) > 10
-    seconds = view_timeline_charts.find_time_annotations([0, 1000])
+    seconds = view_timeline_charts.find_time_annotations([0, 1_000_000])  # to the last sample
     assert sum("Step:ModeKeys.TRAIN" in name for name in seconds) == 30
     drawn = view_timeline_charts.plot_detailed_profiler_data([0, 1000])
     assert {trace.name for trace in drawn.data} >= {"Step:ModeKeys.TRAIN", "DataIterator"}
@@ -88,8 +88,14 @@ def test_the_merged_timeline_is_one_trace(measured_run, tmp_path):
     events = json.loads(open(path).read())
     steps = {e["args"]["step_num"] for e in events if e["name"] == "Step:ModeKeys.TRAIN"}
     assert steps == {"3", "4", "5"} and min(e.get("ts", 0) for e in events) >= 0
-    with pytest.raises(UserError, match="no events"):
+    with pytest.raises(UserError, match="no events between step 1000"):
         merged.merge_timeline(1000, 1001, MergeUnit.STEP)
+    again = json.loads(open(merged.merge_timeline(3, 5, "step")).read())
+    assert {e["args"]["step_num"] for e in again if e["name"] == "Step:ModeKeys.TRAIN"} == steps
+    with pytest.raises(UserError, match="no events between time 3"):
+        merged.merge_timeline(3, 5, "time")
+    with pytest.raises(UserError, match="MergeUnit"):
+        merged.merge_timeline(3, 5, "steps")
 
 
 def test_frames(measured_run):
@@ -107,10 +113,72 @@ def test_frames(measured_run):
     job = analysis.get_job_statistics()
     parts = job["initialization"] + job["training_loop_duration"] + job["finalization"]
     assert parts == pytest.approx(job["job_duration"])
-    assert analysis.get_step_statistics().loc["Step:ModeKeys.TRAIN", "count"] == 30
+    by_phase = analysis.get_step_statistics()
+    assert set(by_phase.index) == {"Step:ModeKeys.TRAIN", "Step:ModeKeys.EVAL"}
+    assert by_phase.loc["Step:ModeKeys.TRAIN", "count"] == 30
+    by_name = analysis.get_step_statistics(by=StatsBy.FRAMEWORK_METRICS)
+    assert by_name.loc["GetNext", "count"] == 30
+    assert "DataIterator" in analysis.get_step_statistics(by=StatsBy.PROCESS).index
     assert analysis.get_device_usage_stats().to_numpy().sum() == pytest.approx(1)
-    assert len(analysis.get_utilization_stats("cpu")) == 2
+    assert analysis.get_device_usage_stats(Resource.GPU).empty
+    assert len(analysis.get_utilization_stats("cpu")) in (2, 3)  # and the use of a quota
+    both = analysis.get_utilization_stats([Resource.CPU, Resource.MEMORY])
+    assert set(both.index.get_level_values("type")) == {"cpu", "memory"}
+    inside = analysis.get_utilization_stats(
+        Resource.CPU, by=StatsBy.TRAINING_PHASE, phase="Step:ModeKeys.TRAIN"
+    )
+    assert set(inside.index.get_level_values("training_phase")) == {"Step:ModeKeys.TRAIN"}
+    all_of_them = analysis.get_utilization_stats(Resource.CPU)["count"].sum()
+    assert 0 < inside["count"].sum() < all_of_them
     assert analysis.get_training_phase_intervals()["steps"].sum() == 30
+    phases = analysis.get_training_phase_intervals(["Step:ModeKeys.TRAIN", "Step:ModeKeys.EVAL"])
+    assert phases["steps"].sum() > 30
+
+
+def test_frames_are_chosen_from(measured_run):
+    pytest.importorskip("pandas")
+    frame = tfbig.profiler.PandasFrame(measured_run)
+    system, framework = frame.get_profiler_data_by_time(
+        0, 4e15, selected_framework_metrics=["GetNext"], selected_system_metrics=["cpu0"]
+    )
+    assert set(framework["framework_metric"]) == {"GetNext"} and len(framework) == 30
+    assert set(system["system_metric"]) == {"cpu0"}
+    system, framework = frame.get_profiler_data_by_time(0, 4e15, get_system_metrics=False)
+    assert system.empty and len(framework) > 60
+    system, framework = frame.get_profiler_data_by_time(0, 4e15, get_framework_metrics=False)
+    assert framework.empty and len(system) > 60
+    for first, last, count in ((4, 4, 1), (6, 7, 3)):  # one request after the other
+        _, framework = frame.get_profiler_data_by_step(first, last, cache_metrics=True)
+        steps = framework[framework["framework_metric"] == "Step:ModeKeys.TRAIN"]["step"]
+        assert steps.nunique() >= count and first in set(steps)
+
+
+def test_what_ran_when_is_counted(measured_run):
+    pandas = pytest.importorskip("pandas")
+    frame = tfbig.profiler.PandasFrame(measured_run)
+    framework = frame.get_all_framework_metrics()
+    steps = framework[framework["framework_metric"] == "Step:ModeKeys.TRAIN"].iloc[8:10]
+    lanes, names = frame.get_framework_metrics_by_begin_and_end_timesteps(
+        list(steps["start_time"]), list(steps["end_time"])
+    )
+    assert "DataIterator" in lanes and "GetNext" in names
+    assert max(lanes.values()) == max(names.values()) == 1
+    one = steps.iloc[0]
+    middle = one["start_time"] + (one["end_time"] - one["start_time"]) / 2
+    _, _, phases = frame.get_framework_metrics_by_timesteps([middle, str(middle)])
+    length = (one["end_time"] - one["start_time"]) / pandas.Timedelta(seconds=1)
+    assert phases == {"Step:ModeKeys.TRAIN": pytest.approx(2 * length, rel=1e-3)}
+    alone, _ = frame.get_framework_metrics_by_begin_and_end_timesteps(
+        [one["start_time"]], [one["end_time"]], ["GetNext"]
+    )
+    assert alone == {"DataIterator": 1.0}
+
+
+def test_arguments_stand_where_smdebugs_stand(measured_run):
+    """Heatmap's second one is select_metrics."""
+    reader = LocalSystemMetricsReader(measured_run / "profiler-output")
+    heatmap = tfbig.profiler.Heatmap(reader, [], 0, None, [".*CPU"], ["cpu0"]).figure
+    assert list(heatmap.data[0].y) == ["algo-1 CPUUtilization cpu0"]
 
 
 def write_samples(folder, count: int) -> None:

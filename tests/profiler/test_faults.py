@@ -6,15 +6,21 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
+import psutil
 import pytest
 
-from benchmarks.synthetic_run import SyntheticRun
 from tests.distributed.launch import horovodrun
 from tests.profiler.faulty_train import SPIKE_STEP, spoil
 from tfbig import report, train
 from tfbig.profile_config import ProfileConfig
 from tfbig.profiler.live import LiveRulesHook
+from tfbig.profiler.metrics_readers import LocalAlgorithmMetricsReader
+from tfbig.profiler.rules.catalogue import look_at
+from tfbig.profiler.run_data import read_run
+from tfbig.profiler.step_table import read_steps
+from tfbig.profiler.system_table import read_lines
 from tfbig.report import ReportConfig
 from tfbig.run_folder import RunFolder, read_events, read_metrics
 
@@ -55,29 +61,80 @@ def test_a_slow_disk_a_leak_a_spike_and_a_compile_are_named(tmp_path, small_flag
     assert f"a compile in the middle: step {changed} " in line_of(found, "Recompilation")
 
 
-def test_a_pinned_core_is_named(tmp_path):
-    run = SyntheticRun()
-    for core in range(4):
-        run.system[0]["cpu", "CPUUtilization", f"cpu{core}"][:] = 99 if core == 2 else 4
-    assert "cpu2 of algo-1 was full in 100%" in line_of(
-        verdict(run.write(tmp_path / "run")), "PinnedCore"
+def wait_until_quiet(seconds: float = 60.0) -> None:
+    """Skips the test where others use the cores: then no core rests while another one is full."""
+    deadline = time.monotonic() + seconds
+    while max(use := psutil.cpu_percent(1.0, percpu=True)) > 25:
+        if time.monotonic() > deadline:
+            pytest.skip(f"others use the cores: {use}%")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core alone can't be pinned")
+def test_a_pinned_core_is_named(tmp_path, small_flags):
+    wait_until_quiet()
+    flags = ["--steps=160", "--eval_every=0", "--checkpoint_every=0", "--log_every=160"]
+    flags += ["--profile_interval_ms=100", "--profile_steps=", "--num_threads=1"]
+    command = [sys.executable, "-m", "tests.profiler.faulty_train", *small_flags, *flags]
+    done = subprocess.run(
+        [*command, f"--run_dir={tmp_path / 'run'}"],
+        env={**os.environ, "TFBIG_FAULTS": "pinned_core"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
+    assert done.returncode == 0, done.stderr
+    last = max(os.sched_getaffinity(0))
+    assert f"cpu{last} of algo-1 was full in " in line_of(verdict(tmp_path / "run"), "PinnedCore")
 
 
 @pytest.mark.distributed
 def test_a_slow_rank_is_named(tmp_path, small_flags):
-    flags = ["--strategy=horovod", "--steps=25", "--eval_every=0", "--profile_steps="]
+    flags = ["--strategy=horovod", "--steps=25", "--eval_every=0", "--profile_steps=20-21"]
     command = ["-m", "tests.profiler.faulty_train", *small_flags, *flags]
     done = horovodrun(
         2, [*command, f"--run_dir={tmp_path / 'run'}"], 300, {"TFBIG_FAULTS": "slow_rank"}
     )
     assert done.returncode == 0, done.stdout
     assert "rank 1 on" in line_of(verdict(tmp_path / "run"), "Straggler")
+    # Rank 0 computes nothing while it waits in the all-reduce for rank 1, which sleeps 0.6 s.
+    captures = [
+        [one["split"]["exposed communication"] for one in read_lines(path)]
+        for path in sorted((tmp_path / "run/profiler-output/captures").glob("*.jsonl"))
+    ]
+    assert [len(steps) for steps in captures] == [2, 2]
+    assert sum(captures[0]) > sum(captures[1]) + 0.4
     ranks = sorted((tmp_path / "run/profiler-output/steps").glob("*.json"))
     clocks = [json.loads(path.read_text()) for path in ranks]
     assert [clock["rank"] for clock in clocks] == [0, 1]
     for clock in clocks:  # one machine, one clock
         assert abs(clock["clock_offset_seconds"]) <= clock["clock_error_seconds"] + 1e-4
+
+
+@pytest.mark.distributed
+def test_a_pipelines_steps_are_told_apart(tmp_path, small_flags):
+    """What two stages note of a real run: passes, bubbles and collectives fill the steps."""
+    flags = ["--strategy=pipeline", "--pipeline_parallel_degree=2", "--microbatches=3"]
+    flags += ["--num_layers=2", "--steps=12", "--eval_every=0", "--profile_steps=10"]
+    command = ["-m", "tfbig.train", *small_flags, *flags, f"--run_dir={tmp_path / 'run'}"]
+    done = horovodrun(2, command, 300)
+    assert done.returncode == 0, done.stdout
+    output = tmp_path / "run/profiler-output"
+    for rank in range(2):
+        rows = read_steps(output, rank)[1:]
+        assert len(rows) == 11
+        for name in ("forward", "backward", "bubble", "pipeline"):
+            assert (rows[name] > 0).all(), name
+        own = rows["forward"] + rows["backward"] + rows["bubble"]
+        assert (own <= rows["seconds"] + 1e-3).all()
+        (capture,) = read_lines(output / f"captures/rank-{rank:05d}.jsonl")
+        split = capture["split"]
+        assert sum(split.values()) == pytest.approx(capture["wall_seconds"], rel=1e-6)
+        assert split["exposed communication"] > 0 and split["backward"] > 0
+    found = {one.rule: one for one in look_at(read_run(tmp_path / "run"))}["PipelineBubble"]
+    assert found.datapoints and "2 stages and 3 microbatches" in found.evidence
+    events = LocalAlgorithmMetricsReader(output).get_events(0, 1e18)
+    lanes = {(event.event_phase, event.tid) for event in events}
+    assert {(lane, rank) for lane in ("Forward", "Backward", "Bubble") for rank in (0, 1)} <= lanes
 
 
 def finding(rule: str, fired: int) -> dict:

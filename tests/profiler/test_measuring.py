@@ -6,20 +6,30 @@ import time
 import numpy as np
 import pytest
 
-from tfbig import train
+from tfbig import report, train
+from tfbig.config import Config, replace_fields
 from tfbig.errors import UserError
+from tfbig.model.gpt import GPT
 from tfbig.profile_config import parse_steps
+from tfbig.profiler import xprof_operators as xprof_module
+from tfbig.profiler.activations import activation_records
 from tfbig.profiler.capture import CaptureHook
+from tfbig.profiler.cgroup_limits import find_limits, parse_cores
 from tfbig.profiler.clock_offset import offset_between
 from tfbig.profiler.event_writer import EventWriter
-from tfbig.profiler.host_metrics import HostMetrics, Metric, find_limits, parse_cores
+from tfbig.profiler.host_metrics import HostMetrics, Metric
 from tfbig.profiler.intervals import split_time, union_length
+from tfbig.profiler.metrics_readers import read_trace
 from tfbig.profiler.place import host_place
 from tfbig.profiler.sampler import Sampler
 from tfbig.profiler.step_table import StepTableWriter, describe_rank, read_steps
 from tfbig.profiler.system_writer import SystemWriter
-from tfbig.profiler.xplane import phase_of
+from tfbig.profiler.timeline import TimelineHook
+from tfbig.profiler.xplane import phase_of, summary_of
+from tfbig.profiler.xprof_operators import xprof_operators
+from tfbig.report import ReportConfig
 from tfbig.run_folder import read_metrics
+from tfbig.step_spans import StepSpans
 
 
 def test_a_run_writes_smdebugs_tree(measured_run):
@@ -39,7 +49,10 @@ def test_a_run_writes_smdebugs_tree(measured_run):
         assert end.isdigit() and "-" in worker
         events += json.loads(path.read_text())
     names = {event["name"] for event in events if event["ph"] == "X"}
-    expected = "Step:ModeKeys.TRAIN Step:ModeKeys.EVAL GetNext Checkpoint Initialization Compile"
+    expected = (
+        "Step:ModeKeys.TRAIN Step:ModeKeys.EVAL GetNext Checkpoint Initialization Compile"
+        " Finalization"
+    )
     assert set(expected.split()) - {"Compile"} <= names and "first call of the step" in names
     assert not list(output.glob("framework/pevents/*.tmp"))
 
@@ -55,6 +68,70 @@ def test_the_step_table_agrees_with_the_metrics(measured_run):
         assert abs(row["start"] + row["seconds"] - record["time"]) < 5
     description = describe_rank(measured_run / "profiler-output", 0)
     assert description["clock_offset_seconds"] == 0 and description["node_id"] == "algo-1"
+
+
+def test_a_pipelines_bubbles_are_noted_and_drawn(tmp_path):
+    """Passes of 2, 1 and 3 s, with 1 and 2 s between them."""
+    events = EventWriter(tmp_path, 1, "host")
+    hook = TimelineHook(StepTableWriter(tmp_path, 1, {}), events, 0.0, 1.0)
+    forward, backward = np.array([[100.0, 102], [103, 104]]), np.array([[106.0, 109]])
+    spans = {"forward": forward, "backward": backward, "pipeline": np.array([[102.0, 103]])}
+    hook.on_spans(StepSpans(1, 100.0, 10.0, 0.5, {"pipeline": 1.0}, spans))
+    hook.close()
+    (row,) = read_steps(tmp_path, 1)
+    assert (row["forward"], row["backward"], row["bubble"]) == (3, 3, 3)
+    assert row["pipeline"] == 1 and row["data_wait"] == 0.5
+    (path,) = tmp_path.glob("framework/pevents/*/*.json")
+    found = [(e.event_name, e.start_time / 1e9, e.duration / 1e9) for e in read_trace(path)]
+    assert [one for one in found if one[0] == "Bubble"] == [("Bubble", 102, 1), ("Bubble", 104, 2)]
+    assert ("Collective:pipeline", 102, 1) in found and ("Backward", 106, 3) in found
+
+
+def test_activations_are_noted_by_block(measured_run):
+    path = measured_run / "profiler-output/tensors/rank-00000.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [record for record in records if record["kind"] == "activation"]
+    assert {record["step"] for record in found} == {1, 5, 10, 15, 20, 25, 30}
+    assert {record["name"] for record in found} == {"transformer_blocks/0/ffn"}
+    # Small weights: no input is beyond -4, so every unit is active.
+    assert all(record["active_percentiles"] == [100] * 101 for record in found)
+
+
+def test_dead_units_are_seen_in_a_model():
+    """Half of a ReLU layer's biases are pulled far below zero."""
+    import tensorflow as tf
+
+    model = GPT.from_config(
+        replace_fields(Config(), {"activation": "relu", "num_layers": 2, "embed_dim": 8}).model,
+        seed=0,
+    )
+    bias = model.canonical_variables()["transformer_blocks/1/ffn/up/bias"]
+    width = bias.shape[0]
+    bias.assign(tf.where(tf.range(width) < width // 2, -1e3, 1e3 * tf.ones([width])))
+    batch = {"tokens": tf.ones([3, 9], tf.int32), "sample_index": tf.range(3, dtype=tf.int64)}
+    first, second = activation_records(model, batch)
+    dead = [value for value in second["active_percentiles"] if value == 0]
+    assert 45 <= len(dead) <= 50 and second["name"] == "transformer_blocks/1/ffn"
+    assert first["function"] == "relu" and max(first["active_percentiles"]) == 100
+    assert model.transformer_blocks[0].ffn.look is None
+
+
+def test_xprofs_operators_are_in_the_report(measured_run):
+    pytest.importorskip("xprof")
+    capture = min(measured_run.rglob("*.xplane.pb"))
+    rows = xprof_operators(capture)
+    assert {"MatMul", "ResourceApplyAdam"} <= {row[1] for row in rows}
+    assert all(row[-1] >= 0 for row in rows) and rows[0][-1] == max(row[-1] for row in rows)
+    page = report.run(ReportConfig(format="md"), [str(measured_run)])
+    assert "By xprof: step 5 on rank 0." in page
+
+
+def test_without_xprof_nothing_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(xprof_module, "is_installed", lambda: False)
+    assert xprof_operators(tmp_path / "none") == [] and capsys.readouterr().err == ""
+    monkeypatch.setattr(xprof_module, "is_installed", lambda: True)
+    assert xprof_operators(tmp_path / "none") == []
+    assert "xprof does not read" in capsys.readouterr().err
 
 
 def test_a_capture_whose_step_failed_leaves_the_profiler_to_the_next_run(tmp_path, capsys):
@@ -82,6 +159,46 @@ def test_a_captured_step_is_split_without_a_rest(measured_run):
             assert split[part] > 0, part
         phases = {(op["type"], op["phase"]) for op in capture["operators"]}
         assert ("ResourceApplyAdam", "optimizer") in phases and ("MatMul", "backward") in phases
+
+
+def gpu_kernel(space, start: float, stop: float, kernel: str, operation: str) -> None:
+    """Adds a kernel that ran from start to stop, milliseconds, launched by an operation."""
+    plane = space.planes[1]
+    number = len(plane.event_metadata) + 1
+    plane.event_metadata[number].name = kernel
+    event = plane.lines[0].events.add(metadata_id=number)
+    event.offset_ps, event.duration_ps = round(start * 1e9), round((stop - start) * 1e9)
+    event.stats.add(metadata_id=1, str_value=operation)
+
+
+def test_gpu_kernels_count_by_what_they_are(tmp_path):
+    """Copies and NCCL's kernels carry the operation that launched them, as computation does."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace()
+    host = space.planes.add(name="/host:CPU")
+    host.event_metadata[1].name = "step"
+    host.lines.add().events.add(metadata_id=1, duration_ps=round(10e9))
+    device = space.planes.add(name="/device:GPU:0")
+    device.stat_metadata[1].name = "tf_op"
+    device.lines.add(name="Stream #1")
+    gpu_kernel(space, 0, 1, "MemcpyH2D", "gpt/embed/GatherV2:GatherV2")
+    gpu_kernel(space, 1, 3, "ampere_sgemm", "gpt/dense/MatMul:MatMul")
+    gpu_kernel(space, 3, 6, "ncclDevKernel_AllReduce", "gpt/sum/CustomCall:CustomCall")
+    gpu_kernel(space, 6, 8, "ampere_sgemm", "gradient_tape/gpt/MatMul:MatMul")
+    path = tmp_path / "capture.xplane.pb"
+    path.write_bytes(space.SerializeToString())
+    spans = StepSpans(1, 100.0, 0.010, 0.0, {}, {})
+    split = summary_of(path, "step", 100.0, spans)["split"]
+    assert {part: round(1000 * seconds, 3) for part, seconds in split.items()} == {
+        "backward": 2.0,
+        "forward": 2.0,
+        "optimizer": 0.0,
+        "host to device": 1.0,
+        "exposed communication": 3.0,
+        "data wait": 0.0,
+        "launch and idle": 2.0,
+    }
 
 
 def test_profiling_changes_no_number(measured_run, tmp_path, small_flags):
@@ -138,6 +255,19 @@ def test_the_sampler_thread_starts_writes_and_ends(tmp_path):
     assert ["cpu", "CPUUtilization", "cpu0"] in json.loads(header)["columns"]
     assert json.loads(first)["samples"] >= 1
     assert json.loads((tmp_path / "hosts/algo-1.json").read_text())["interval"] == 0.1
+
+
+def test_samples_are_on_rank_zeros_clock(tmp_path):
+    """This host's clock is 1000 s ahead."""
+    sampler = Sampler(tmp_path, host_place({}), 0.1, clock_offset=1000.0)
+    sampler.start()
+    deadline = time.monotonic() + 10
+    while not list(tmp_path.glob("system/*/*/*.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    sampler.stop()
+    (path, *_) = sorted(tmp_path.glob("system/*/*/*.json"))
+    stamp = json.loads(path.read_text().splitlines()[0])["Timestamp"]
+    assert stamp == pytest.approx(time.time() - 1000, abs=15)
 
 
 def test_a_full_disk_ends_sampling_alone(tmp_path, capfd):

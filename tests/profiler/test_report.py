@@ -11,14 +11,17 @@ import pytest
 
 from benchmarks.synthetic_run import SyntheticRun
 from tests.distributed.launch import REPOSITORY, environment
+from tests.profiler.test_rules import tensors
 from tfbig import report
 from tfbig.errors import UserError
 from tfbig.profiler.energy import energy_of
 from tfbig.profiler.energy_assumptions import Assumptions
 from tfbig.profiler.goodput import PARTS, ledger_of
 from tfbig.profiler.run_data import read_run
+from tfbig.profiler.similar_runs import similarity
 from tfbig.profiler.watch import ReportServer
 from tfbig.report import ReportConfig
+from tfbig.run_folder import read_events
 
 BLOCKED = """
 import sys
@@ -50,6 +53,7 @@ def test_the_page_needs_nothing_else(measured_run):
     start = page.index("</script>")  # behind plotly, whose code names addresses
     assert not re.search(r'(src|href)="(?!#|data:)', page[start:])
     assert page.count('class="plotly-graph-div"') >= 9
+    assert "<th>could save</th>" in page
     for title in ("Learning", "A step&#x27;s time", "Goodput", "Hosts", "Sources", "Rules"):
         assert f"<h2>{title}</h2>" in page
     assert page.index('<ol class="verdict">') < page.index("<h2>")
@@ -96,6 +100,63 @@ def test_runs_are_compared(spoilt, tmp_path):
     assert not any(row["beyond noise"] for row in same["comparisons"])
     page = report.run(ReportConfig(), [str(spoilt), str(other)])
     assert "Runs compared" in page
+
+
+def test_a_comparison_counts_what_it_names(tmp_path):
+    """Only the gradient norm differs, of which neither direction is better."""
+    first, second = SyntheticRun(), SyntheticRun()
+    second.grad_norm *= 2
+    paths = [str(run.write(tmp_path / n)) for run, n in ((first, "first"), (second, "second"))]
+    heading, *lines = json.loads(report.run(ReportConfig(format="json"), paths))["verdict"]
+    assert heading == "No option differs; 1 of 6 compared numbers differ beyond noise."
+    assert [line.split(" +")[0] for line in lines if "beyond noise" in line] == [
+        "second: gradient norm"
+    ]
+
+
+def test_tensors_are_compared_across_runs(tmp_path):
+    first, second = SyntheticRun(), SyntheticRun()
+    first.tensors, second.tensors = tensors(), tensors(std=0.3)
+    paths = [first.write(tmp_path / "first"), second.write(tmp_path / "second")]
+    runs = [read_run(path) for path in paths]
+    assert similarity(runs[0], runs[0]) == (
+        "SimilarAcrossRuns: 4 tensors are alike at every step looked at."
+    )
+    lines = json.loads(report.run(ReportConfig(format="json"), list(map(str, paths))))["verdict"]
+    assert (
+        "second: SimilarAcrossRuns: 2 of 4 tensors differ, first at step 1:"
+        " transformer_blocks/1/att/qkv/kernel."
+    ) in lines
+
+
+def test_the_end_of_a_run_is_in_the_ledger(tmp_path):
+    """The last step ended 1 s before the run did; with a stop 30 s later 30 s are finalisation."""
+    path = SyntheticRun(num_steps=60).write(tmp_path / "run")
+    *events, stop = map(json.loads, (path / "events.jsonl").read_text().splitlines())
+    assert ledger_of(read_run(path)).seconds["finalisation"] == pytest.approx(1)
+    events.append({"event": "evaluation", "time": stop["time"] + 5, "seconds": 4.0})
+    events.append({**stop, "time": stop["time"] + 29})
+    (path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    ledger = ledger_of(read_run(path))
+    assert ledger.seconds["finalisation"] == pytest.approx(26)
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.total)
+
+
+def test_a_checkpoint_written_beside_training_counts_once(tmp_path, measured_run):
+    """Of 50 s of saving training stood still for 3; the rest lies in the steps' time already."""
+    path = SyntheticRun(num_steps=60).write(tmp_path / "run")
+    before = ledger_of(read_run(path))
+    begun = json.loads((path / "events.jsonl").read_text().splitlines()[0])["time"]
+    saved = {"event": "checkpoint", "time": begun + 70, "seconds": 50.0, "wait_seconds": 3.0}
+    with open(path / "events.jsonl", "a") as file:
+        file.write(json.dumps(saved) + "\n")
+    after = ledger_of(read_run(path))
+    assert (
+        after.seconds["checkpoint"] == 3
+        and after.seconds["training"] == (before.seconds["training"])
+    )
+    real = [event for event in read_events(measured_run) if event["event"] == "checkpoint"]
+    assert real and all(0 < event["wait_seconds"] for event in real)
 
 
 def test_the_ledger_counts_lost_steps_and_idle_time(tmp_path):
@@ -151,6 +212,16 @@ def test_a_live_report(spoilt):
     finally:
         server.stop()
         thread.join(10)
+
+
+def test_a_live_report_of_a_run_without_records_loads_itself_anew(tmp_path):
+    config = ReportConfig(watch=True, refresh_seconds=7)
+    server = ReportServer(lambda: report.run(config, [str(tmp_path)]), 0, 7)
+    try:
+        page = server.page().decode()
+    finally:
+        server._server.server_close()
+    assert '<meta http-equiv="refresh" content="7">' in page and "config.json" in page
 
 
 def test_mistakes_are_one_line(tmp_path, spoilt):

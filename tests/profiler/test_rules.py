@@ -1,12 +1,16 @@
 """Every rule: a fault that makes it fire, and a healthy run where it doesn't."""
 
+import dataclasses
+import re
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from benchmarks.synthetic_run import SyntheticRun
+from tfbig.config import Config, PrepareConfig
 from tfbig.errors import UserError
+from tfbig.profile_config import parse_steps
 from tfbig.profiler.robust import jensen_shannon_distance, outliers, slope, with_hysteresis
 from tfbig.profiler.rules.catalogue import RULES, description, look_at
 from tfbig.profiler.run_data import read_run
@@ -44,8 +48,9 @@ def tensors(**changes) -> list[dict]:
             changed = changes if layer else {}
             records.append(weight(name, step, **changed))
             records.append(weight(name, step, kind="gradient", **changed))
-            activation = {"kind": "activation", "dead_fraction": 0.1, "saturated_fraction": 0.0}
-            records.append(weight(f"{layer}/ffn", step, **{**activation, **changed}))
+            activation = {"kind": "activation", "function": "relu"}
+            activation["active_percentiles"] = np.linspace(0, 100, 101).tolist()
+            records.append({"step": step, "name": f"{layer}/ffn", **activation, **changed})
     return records
 
 
@@ -178,6 +183,10 @@ def padding(run):
     run.padding = 0.6
 
 
+def vanishing_norms(run):
+    run.layer_norms = np.full([run.num_steps, 4], 1e-9)  # embedding, two blocks, head
+
+
 def with_tensors(**changes) -> Callable[[SyntheticRun], None]:
     def fault(run: SyntheticRun) -> None:
         run.tensors = tensors(**changes)
@@ -210,8 +219,9 @@ FAULTS = [
     ("VanishingGradient", with_tensors(mean_abs=1e-9)),
     ("ExplodingTensor", not_finite),
     ("ExplodingTensor", with_tensors(nonfinite=1)),
-    ("DeadRelu", with_tensors(dead_fraction=0.7)),
-    ("SaturatedActivation", with_tensors(saturated_fraction=0.7)),
+    ("VanishingGradient", vanishing_norms),
+    ("DeadRelu", with_tensors(active_percentiles=[0.5] * 60 + [40] * 41)),
+    ("SaturatedActivation", with_tensors(function="gelu", active_percentiles=[0.5] * 101)),
     ("Overfit", overfit),
     ("Overtraining", overtraining),
     ("WeightUpdateRatio", with_tensors(update_ratio=50.0)),
@@ -256,8 +266,78 @@ def test_a_fault_makes_its_rule_fire(rule, fault, tmp_path):
     one = findings(run, tmp_path / "run")[rule]
     assert one.triggered, one.evidence
     assert one.violations and one.datapoints and one.change and one.evidence
-    assert 0 <= one.gain <= 1
+    assert 0 <= one.gain <= 1 and one.expected
+    assert one.gain or one.benefit, "what the change brings"
+    check_flags(one.change)
     assert set(one.to_dict()) >= {"RuleTriggered", "Violations", "Datapoints", "RuleParameters"}
+
+
+def check_flags(change: str) -> None:
+    """Checks that a change's flags exist and take the values that it proposes."""
+    fields = {f.name: f for section in dataclasses.fields(Config) for f in section_fields(section)}
+    fields |= {field.name: field for field in dataclasses.fields(PrepareConfig)}
+    for name, value in re.findall(r"--(\w+)(?:=([^\s,;]*[^\s,;.)]))?", change):
+        if name == "step":  # of tfbig.data inspect
+            continue
+        assert name in fields, f"--{name} in {change!r}"
+        hint = str(fields[name].type)
+        if value and hint in ("int", "float"):
+            {"int": int, "float": float}[hint](value)
+        elif value and name == "profile_steps":
+            parse_steps(",".join(re.search(r"--profile_steps=(\S+)", change)[1].split(",")))
+
+
+def section_fields(section):
+    return dataclasses.fields(section.default_factory)
+
+
+def test_outlying_steps_can_be_captured(tmp_path):
+    run = make()
+    outlying_steps(run)
+    change = findings(run, tmp_path / "run")["StepOutlier"].change
+    text = re.search(r"--profile_steps=(\S+)", change)[1]
+    assert [list(part) for part in parse_steps(text)] == [[51], [71], [91]]
+
+
+def test_a_balanced_pipeline_is_healthy(tmp_path):
+    run = make()
+    run.config.update(pipeline_parallel_degree=4, microbatches=32)
+    run.bubble[:] = 0.09 * run.seconds
+    one = findings(run, tmp_path / "run")["PipelineBubble"]
+    assert one.datapoints and not one.triggered and "9% of the steps' time" in one.evidence
+
+
+def test_a_quota_counts_as_the_whole(tmp_path):
+    """Two cores' worth of time on 64 cores: in full use, which no core shows."""
+    run = make()
+    batch_size(run)
+    set_cores(run, "CPUUtilization", 3)
+    run.data_wait[:] = 0.2 * run.seconds
+    found = findings(run, tmp_path / "cores")
+    assert found["BatchSize"].triggered and found["DataWorkers"].triggered
+    for host in run.system:
+        host["cpu", "CPUQuotaUtilization", "quota"] = np.full(run.num_samples, 97.0)
+    found = findings(run, tmp_path / "quota")
+    assert not found["BatchSize"].triggered and not found["DataWorkers"].triggered
+
+
+def test_losses_are_compared_as_many_steps_apart_as_asked(tmp_path):
+    run = make()
+    run.loss[150:165] *= 1.3
+    assert findings(run, tmp_path / "run")["LossNotDecreasing"].triggered
+    counts = {}
+    for apart in ("10", "50"):
+        settings = {"LossNotDecreasing_num_steps": apart}
+        counts[apart] = findings(run, tmp_path / apart, settings)["LossNotDecreasing"].datapoints
+    assert counts == {"10": 29, "50": 6}
+
+
+def test_inactivity_is_a_parameter(tmp_path):
+    run = make()
+    run.tensors = tensors(active_percentiles=[3.0] * 101)
+    assert not findings(run, tmp_path / "run")["DeadRelu"].triggered
+    settings = {"DeadRelu_threshold_inactivity": "5"}
+    assert findings(run, tmp_path / "run5", settings)["DeadRelu"].triggered
 
 
 def test_parameters_are_replaced_by_name(tmp_path):

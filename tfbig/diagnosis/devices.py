@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfbig.diagnosis.finding import Examined
-from tfbig.profiler.host_metrics import Limits, find_limits
+from tfbig.profiler.cgroup_limits import Limits, find_limits
 
 _GIB = 1 << 30
 _BUSY_SHARE = 0.05  # of a GPU's memory that others may hold before it is worth a line

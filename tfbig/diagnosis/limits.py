@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from tfbig.diagnosis.finding import Examined, Level
-from tfbig.profiler.host_metrics import find_limits
+from tfbig.profiler.cgroup_limits import find_limits
 
 _GIB = 1 << 30
 _MIN_FILES, _GOOD_FILES = 1024, 4096

@@ -139,6 +139,7 @@ class FeedForward(keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.activation, self.split, self.path_name = activation, split, path
+        self.look: Callable[[tf.Tensor], None] | None = None  # at what the nonlinearity gets
         _, ff_dim = split.part(ff_dim)
         dtype = self.dtype_policy
         with keras.name_scope(self.name):
@@ -150,6 +151,8 @@ class FeedForward(keras.layers.Layer):
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
         hidden = self.up(self.split.enter(x, self.path_name))  # (B, T, F)
+        if self.look is not None:
+            self.look(hidden)
         hidden = ACTIVATIONS[self.activation](hidden)
         return self.down(hidden, leave=leave_of(self.split, self.path_name))  # (B, T, D)
 

@@ -16,7 +16,7 @@ from tfbig.planner.memory import HOST_COPIES, Overhead, RankMemory, peak, predic
 from tfbig.planner.prediction import request_for
 from tfbig.planner.question import own_constants
 from tfbig.planner.software import SOFTWARE
-from tfbig.profiler.host_metrics import find_limits
+from tfbig.profiler.cgroup_limits import find_limits, memory_file
 
 # A run is refused when the prediction exceeds what is there by more than it may be wrong.
 TOLERANCE = 0.10
@@ -32,10 +32,8 @@ def free_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
       cgroup: where the container's limits stand.
     """
     free = psutil.virtual_memory().available
-    for name in ("memory.current", "memory/memory.usage_in_bytes"):
-        file = cgroup / name
-        if file.exists():
-            free = min(free, find_limits(cgroup).memory_bytes - int(file.read_text()))
+    if (used := memory_file(cgroup)) is not None:
+        free = min(free, find_limits(cgroup).memory_bytes - int(used.read_text()))
     return max(0, free) // int(os.environ.get("HOROVOD_LOCAL_SIZE", "1"))
 
 

@@ -12,8 +12,11 @@ _MODULES = {
     "StepHistogram": "step_charts",
     "MetricsHistogram": "metrics_histogram",
     "MergedTimeline": "merged_timeline",
+    "MergeUnit": "merged_timeline",
     "PandasFrame": "pandas_frame",
-    "PandasFrameAnalysis": "pandas_frame",
+    "PandasFrameAnalysis": "frame_analysis",
+    "StatsBy": "stats_kinds",
+    "Resource": "stats_kinds",
 }
 
 

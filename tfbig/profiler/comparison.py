@@ -11,6 +11,7 @@ from tfbig.profiler.document import Document, Section, Table
 from tfbig.profiler.figures import smooth
 from tfbig.profiler.goodput import ledger_of
 from tfbig.profiler.run_data import RunData
+from tfbig.profiler.similar_runs import similarity
 from tfbig.profiler.summary import split_shares, summarise
 
 _BLOCKS = 20
@@ -54,8 +55,9 @@ def compare(runs: Sequence[RunData]) -> Document:
     for name, run in zip(names[1:], runs[1:], strict=True):
         found, lines = _compared(first, run, name)
         rows += found
-        verdict += lines
-    beyond = [line for line in verdict if "beyond noise" in line]
+        similar = similarity(first, run)  # of tensors, where both runs looked at them
+        verdict += [*lines, *([f"{name}: {similar}"] if similar else [])]
+    beyond = [row for row in rows if row[-1]]
     changed = f"{len(changes)} options differ" if changes else "No option differs"
     heading = f"{changed}; {len(beyond)} of {len(rows)} compared numbers differ beyond noise."
     columns = ["run", "number", names[0], "this run", "change, %", "noise, %", "beyond noise"]
@@ -137,10 +139,10 @@ def _compared(first: RunData, run: RunData, name: str) -> tuple[list[list[Any]],
         noise = 100 * _ERRORS * error / abs(base) if base else float("nan")
         beyond = abs(change) > _ERRORS * error and abs(change) > 1e-9 * abs(base)
         rows.append([name, label, base, float(after.mean()), percent, noise, beyond])
-        if beyond and better:
+        if beyond:
             good = (change < 0) == (better == "lower")
-            word = "better" if good else "worse"
-            lines.append(f"{name}: {label} {percent:+.1f}%, {word}, beyond noise ({noise:.1f}%).")
+            word = ("better, " if good else "worse, ") if better else ""
+            lines.append(f"{name}: {label} {percent:+.1f}%, {word}beyond noise ({noise:.1f}%).")
     same = min(first.train.num_steps, run.train.num_steps)
     if same and np.array_equal(first.train.of("loss")[:same], run.train.of("loss")[:same]):
         lines.append(f"{name}: the losses of the first {same} steps are equal, bit by bit.")

@@ -43,7 +43,7 @@ def energy_of(run: RunData, assumptions: Assumptions) -> Energy | None:
     tables = [table for table in run.system if len(table.times) > 1]
     if not tables:
         return None
-    gpu = sum(_integral(t.times, _sum(t.of("gpu", "PowerWatts"))) for t in tables)
+    gpu = sum(_integral(t.times, _sum(t.of("gpu", "PowerWatts", "mean"))) for t in tables)
     measured = [bool(t.of("power", "PowerWatts").shape[1]) for t in tables]
     cpu = sum(_cpu(table, assumptions) for table in tables)
     gigabytes = {host["node_id"]: host["memory_bytes"] / 2**30 for host in run.hosts}
@@ -71,8 +71,8 @@ def energy_of(run: RunData, assumptions: Assumptions) -> Energy | None:
 
 
 def _cpu(table: SystemTable, assumptions: Assumptions) -> float:
-    measured = table.of("power", "PowerWatts")
+    measured = table.of("power", "PowerWatts", "mean")
     if measured.shape[1]:
         return _integral(table.times, _sum(measured))
-    use = _sum(table.of("cpu", "CPUUtilization")) / 100  # cores in full use
+    use = _sum(table.of("cpu", "CPUUtilization", "mean")) / 100  # cores in full use
     return _integral(table.times, assumptions.watts_per_core * use)

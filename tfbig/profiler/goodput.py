@@ -15,6 +15,7 @@ PARTS = (
     "compile",
     "evaluation",
     "checkpoint",
+    "finalisation",
     "idle",
     "other",
 )
@@ -25,7 +26,8 @@ _MEANING = {
     "initialisation": "from a process's start to its first step",
     "compile": "tracing and compiling in the first step of each process, and later ones",
     "evaluation": "evaluations",
-    "checkpoint": "saving",
+    "checkpoint": "training stood still for a save; what is written beside it costs nothing here",
+    "finalisation": "from the last step to the run's end, without evaluation and checkpoint",
     "idle": "between the last sign of one process and the start of the next",
     "other": "everything else, such as reading results and writing records",
 }
@@ -86,6 +88,27 @@ def _compile_seconds(run: RunData) -> float:
     return sum(max(0.0, seconds - usual) for seconds in first) + sum(later)
 
 
+def _paused(event: dict[str, Any]) -> float:
+    """Returns the seconds in which training stood still for an evaluation or a checkpoint."""
+    if event["event"] == "checkpoint":
+        # What a thread wrote beside training is in the steps' time already.
+        return event.get("wait_seconds", event.get("seconds", 0.0))
+    return event.get("seconds", 0.0) if event["event"] == "evaluation" else 0.0
+
+
+def _finalisation(run: RunData, life: Session) -> float:
+    """Returns a process's seconds from its last step to its end; 0 where it told of none."""
+    stops = [e["time"] for e in run.events if e["event"] == "stop" and e["time"] == life.end]
+    times = run.train.columns["time"]
+    times = times[(times >= life.start) & (times <= life.end)]
+    if not stops or not len(times):
+        return 0.0
+    last = float(times[-1])
+    return max(
+        0.0, life.end - last - sum(_paused(e) for e in run.events if last < e["time"] <= life.end)
+    )
+
+
 def ledger_of(run: RunData) -> Ledger:
     """Returns the ledger of a run."""
     lives = sessions(run)
@@ -105,7 +128,8 @@ def ledger_of(run: RunData) -> Ledger:
     )
     for event in run.events:
         if event["event"] in ("evaluation", "checkpoint"):
-            seconds[event["event"]] += event.get("seconds", 0.0)
+            seconds[event["event"]] += _paused(event)
+    seconds["finalisation"] = sum(_finalisation(run, life) for life in lives)
     seconds["lost steps"] = float(np.nansum(spent[~kept]))
     seconds["data wait"] = float(waited[kept].sum())
     seconds["compile"] = min(compiled, float(np.nansum(spent)))

@@ -1,7 +1,8 @@
 """What the host's NVIDIA GPUs do, through NVML; nothing where there is none."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfbig.profiler.host_metrics import Metric
@@ -14,30 +15,30 @@ _HARMLESS_THROTTLING = 0x1 | 0x2
 
 
 class GpuMetrics:
-    """Samples every GPU of the host that NVML shows.
+    """Samples the GPUs of the host that the run may use, under their numbers on the host.
 
     Args:
       nvml: the module pynvml, initialised.
+      visible: CUDA_VISIBLE_DEVICES; None means all.
+      num_processes: of the run on this host.
     """
 
-    def __init__(self, nvml: Any) -> None:
+    def __init__(self, nvml: Any, visible: str | None = None, num_processes: int = 1) -> None:
         self._nvml = nvml
         # Looking a handle up anew at each sample costs more than reading it.
-        self._handles = [
-            nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())
-        ]
-        self._gpm = {
-            i: sample for i, h in enumerate(self._handles) if (sample := self._start_gpm(h))
-        }
+        everyone = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in everyone]
+        chosen = visible_gpus(uuids, visible, num_processes)
+        self._handles = {index: everyone[index] for index in chosen}
+        self._gpm = {i: sample for i, h in self._handles.items() if (sample := self._start_gpm(h))}
 
     def sample(self) -> list[Metric]:
         """Returns what the GPUs did; a number that a GPU doesn't give is left out."""
-        return [metric for index in range(len(self._handles)) for metric in self._sample_one(index)]
+        return [metric for index in self._handles for metric in self._sample_one(index)]
 
     def names(self) -> list[str]:
         """Returns the GPUs' names."""
-        names = (self._nvml.nvmlDeviceGetName(handle) for handle in self._handles)
-        return [name.decode() if isinstance(name, bytes) else name for name in names]
+        return [_text(self._nvml.nvmlDeviceGetName(handle)) for handle in self._handles.values()]
 
     def close(self) -> None:
         """Leaves NVML."""
@@ -106,14 +107,53 @@ class GpuMetrics:
         }
 
 
-def open_gpu_metrics() -> GpuMetrics | None:
-    """Returns the host's GPUs, None without nvidia-ml-py, a driver or a GPU."""
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def visible_gpus(uuids: Sequence[str], visible: str | None, num_processes: int) -> list[int]:
+    """Returns the numbers of the GPUs that the run may use.
+
+    Args:
+      uuids: of the host's GPUs.
+      visible: CUDA_VISIBLE_DEVICES of this process; None means all.
+      num_processes: of the run on this host. Where a launcher gives each one GPU of its own, this
+        process doesn't know the others': then all of the host's count.
+
+    >>> visible_gpus(["GPU-a", "GPU-b", "GPU-c"], "2,GPU-a", 1)
+    [0, 2]
+    """
+    if visible is None:
+        return list(range(len(uuids)))
+    chosen = set()
+    for word in filter(None, (word.strip() for word in visible.split(","))):
+        if word.isdigit() and int(word) < len(uuids):
+            chosen.add(int(word))
+            continue
+        found = [index for index, uuid in enumerate(uuids) if uuid.startswith(word)]
+        if not found:
+            # CUDA takes no device behind one that it doesn't know; a part of a GPU (MIG) is known.
+            if word.startswith("MIG"):
+                return list(range(len(uuids)))
+            break
+        chosen.add(found[0])
+    if chosen and len(chosen) < num_processes:
+        return list(range(len(uuids)))
+    return sorted(chosen)
+
+
+def open_gpu_metrics(
+    num_processes: int = 1, environment: Mapping[str, str] = os.environ
+) -> GpuMetrics | None:
+    """Returns the run's GPUs on this host, None without nvidia-ml-py, a driver or a GPU."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        return GpuMetrics(pynvml) if pynvml.nvmlDeviceGetCount() else None
+        if not pynvml.nvmlDeviceGetCount():
+            return None
+        return GpuMetrics(pynvml, environment.get("CUDA_VISIBLE_DEVICES"), num_processes)
     except pynvml.NVMLError:
         return None

@@ -16,6 +16,7 @@ class Heatmap(Chart):
 
     Args:
       metrics_reader: of the samples.
+      select_metrics: taken for smdebug's sake, where it chooses nothing; the two below choose.
       starttime: microseconds since 1970; 0 means the first sample.
       endtime: microseconds since 1970; None means the last sample.
       select_dimensions: regular expressions.
@@ -27,6 +28,7 @@ class Heatmap(Chart):
     def __init__(
         self,
         metrics_reader: Any,
+        select_metrics: Sequence[str] = (),
         starttime: float = 0,
         endtime: float | None = None,
         select_dimensions: Sequence[str] = (".*CPU", ".*GPU"),

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import psutil
 
+from tfbig.profiler.cgroup_limits import Limits, cpu_seconds, memory_file, read_text
+
 _PRESSURE = Path("/proc/pressure")  # docs.kernel.org/accounting/psi.html
 _POWER = Path("/sys/class/powercap")
-_CGROUP = Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60  # cgroup v1 says "no limit" by a number near 2^63
 
 
 class Metric(NamedTuple):
@@ -23,52 +23,6 @@ class Metric(NamedTuple):
     value: float
 
 
-class Limits(NamedTuple):
-    """What a container may use of its host."""
-
-    cores: tuple[int, ...]  # numbers of the cores it may run on
-    cpu_quota: float  # cores' worth of time; the number of cores where there is no quota
-    memory_bytes: int  # the host's memory where there is no limit
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def parse_cores(text: str) -> tuple[int, ...]:
-    """Returns the cores of a cpuset.
-
-    >>> parse_cores("0-2,5")
-    (0, 1, 2, 5)
-    """
-    cores: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
-    return tuple(cores)
-
-
-def find_limits(cgroup: Path = _CGROUP) -> Limits:
-    """Returns the limits of this process's container, of either version of cgroups."""
-    known = range(psutil.cpu_count() or 1)
-    cpuset = _read(cgroup / "cpuset.cpus.effective") or _read(cgroup / "cpuset/cpuset.cpus")
-    cores = tuple(core for core in parse_cores(cpuset) if core in known) or tuple(known)
-    quota, period = (_read(cgroup / "cpu.max").split() or ["", ""])[:2]
-    if not quota:
-        quota = _read(cgroup / "cpu/cpu.cfs_quota_us")
-        period = _read(cgroup / "cpu/cpu.cfs_period_us")
-    share = float(len(cores))
-    if quota.isdigit() and period.isdigit() and int(period):
-        share = min(share, int(quota) / int(period))
-    limit = _read(cgroup / "memory.max") or _read(cgroup / "memory/memory.limit_in_bytes")
-    total = psutil.virtual_memory().total
-    limited = limit.isdigit() and int(limit) < min(total, _UNLIMITED)
-    return Limits(cores, share, int(limit) if limited else total)
-
-
 class HostMetrics:
     """Reads a host's counters; each sample says what happened since the one before.
 
@@ -78,17 +32,11 @@ class HostMetrics:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._cgroup_memory = next(
-            (
-                path
-                for path in (
-                    _CGROUP / "memory.current",
-                    _CGROUP / "memory/memory.usage_in_bytes",
-                )
-                if limits.memory_bytes < psutil.virtual_memory().total and path.exists()
-            ),
-            None,
-        )
+        below = limits.memory_bytes < psutil.virtual_memory().total
+        self._cgroup_memory = memory_file() if below else None
+        # Where a quota leaves less time than the cores have, their use says little: other
+        # containers' is in it, and this one's is never full.
+        self._has_quota = limits.cpu_quota < len(limits.cores)
         self._pressure_files = [
             (kind, path) for kind in ("cpu", "io", "memory") if (path := _PRESSURE / kind).exists()
         ]
@@ -101,12 +49,22 @@ class HostMetrics:
         self._time = time.monotonic()
         self._cores = self._core_times()
         self._counters = self._read_counters()
+        self._spent = cpu_seconds() if self._has_quota else None
 
     def sample(self) -> list[Metric]:
         """Returns what was measured since the last call."""
         now = time.monotonic()
         seconds, self._time = max(now - self._time, 1e-6), now
-        return [*self._core_metrics(), self._memory(), *self._rates(seconds)]
+        quota = self._quota_use(seconds)
+        return [*self._core_metrics(), *quota, self._memory(), *self._rates(seconds)]
+
+    def _quota_use(self, seconds: float) -> list[Metric]:
+        """Returns the percent of its quota that the container used; [] where it has none."""
+        if self._spent is None or (spent := cpu_seconds()) is None:
+            return []
+        before, self._spent = self._spent, spent
+        percent = 100 * (spent - before) / (seconds * self._limits.cpu_quota)
+        return [Metric("cpu", "CPUQuotaUtilization", "quota", min(100.0, max(0.0, percent)))]
 
     def _core_times(self) -> dict[int, tuple[float, float, float]]:
         """Returns (all, idle, waiting for I/O) seconds by core."""
@@ -135,7 +93,7 @@ class HostMetrics:
     def _memory(self) -> Metric:
         memory = psutil.virtual_memory()
         percent = memory.percent
-        if self._cgroup_memory is not None and (text := _read(self._cgroup_memory)).isdigit():
+        if self._cgroup_memory is not None and (text := read_text(self._cgroup_memory)).isdigit():
             percent = max(percent, 100 * int(text) / self._limits.memory_bytes)
         return Metric("memory", "", "MemoryUsedPercent", percent)
 
@@ -155,10 +113,10 @@ class HostMetrics:
             c.bytes_sent for c in cards
         )
         for name, path in self._energy_files.items():
-            if (text := _read(path)).isdigit():
+            if (text := read_text(path)).isdigit():
                 counters["power", "PowerWatts", name] = int(text) / 1e6  # joules
         for kind, path in self._pressure_files:
-            for line in _read(path).splitlines():
+            for line in read_text(path).splitlines():
                 words = line.split()
                 stalled = float(words[-1].partition("=")[2])  # microseconds in all
                 # Microseconds a second are percent times 10,000.

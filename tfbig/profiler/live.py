@@ -8,12 +8,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 
@@ -23,11 +22,15 @@ from tfbig.run_folder import EventWriter, RunFolder
 
 _QUIET_LOOKS = 2  # that a rule must pass without firing before it is told of again
 _WEBHOOK_SECONDS = 10.0
+_POLL_SECONDS = 0.2
 _COMMAND = "tfbig.profiler.live_findings"
 
 
 class LiveRulesHook(Hook):
     """Looks at the rules every so often and acts on those that fire: says, tells, stops.
+
+    A thread has the looks made, so that a run whose first step never comes, or that hangs in a
+    step, is told of too. It calls no collective.
 
     Args:
       folder: of the run.
@@ -39,54 +42,62 @@ class LiveRulesHook(Hook):
         self, folder: RunFolder, profile: ProfileConfig, stop: Callable[[str], None]
     ) -> None:
         self._folder, self._profile, self._stop = folder, profile, stop
-        self._next = time.monotonic() + profile.rule_seconds
-        self._child: subprocess.Popen[bytes] | None = None
-        self._output: IO[bytes] | None = None
         self._fired: dict[str, int] = {}  # rule -> looks that it may still be quiet
-        self._threads: list[threading.Thread] = []
+        self._posts: list[threading.Thread] = []
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tfbig-rules", daemon=True)
 
-    def on_step(self, record: dict[str, Any]) -> None:
-        if self._child is not None:
-            if self._child.poll() is not None:
-                self._read()
-        elif time.monotonic() >= self._next:
-            self._look()
+    def on_start(self, progress: Progress, resumed: bool) -> None:
+        self._thread.start()
 
     def on_stop(self, progress: Progress, reason: str) -> None:
         self.close()
 
     def close(self) -> None:
-        """Ends a look that is under way."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-            self._child = None
-        for thread in self._threads:
-            thread.join(_WEBHOOK_SECONDS)
+        """Ends the looks; one that is under way is given up."""
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for post in self._posts:
+            post.join(_WEBHOOK_SECONDS)
 
-    def _look(self) -> None:
-        # Two files of the child's, no pipe: nobody reads while the steps run.
-        self._output = tempfile.TemporaryFile()
+    def _run(self) -> None:
+        while not self._ending.wait(self._profile.rule_seconds):
+            try:
+                text = self._look()
+                if text is not None:
+                    self.act(orjson.loads(text))
+            except (OSError, ValueError) as error:
+                print(
+                    f"warning: the rules could not be looked at: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _look(self) -> bytes | None:
+        """Returns what another process sees, None when the run ends meanwhile.
+
+        Raises:
+          OSError: it could not look.
+        """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", _COMMAND, str(self._folder.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-
-    def _read(self) -> None:
-        assert self._child is not None and self._output is not None
-        code, self._child = self._child.returncode, None
-        self._output.seek(0)
-        text = self._output.read()
-        self._output.close()
-        self._next = time.monotonic() + self._profile.rule_seconds
-        if code:
-            print("warning: the rules could not be looked at", file=sys.stderr, flush=True)
-            return
-        self.act(orjson.loads(text))
+        with tempfile.TemporaryFile() as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", _COMMAND, str(self._folder.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
+            while child.poll() is None:
+                if self._ending.wait(_POLL_SECONDS):
+                    child.kill()
+                    child.wait()
+                    return None
+            if child.returncode:
+                raise OSError(f"{_COMMAND} ended with code {child.returncode}")
+            output.seek(0)
+            return output.read()
 
     def act(self, findings: Sequence[dict[str, Any]]) -> None:
         """Acts on findings, under smdebug's names, of one look."""
@@ -111,9 +122,9 @@ class LiveRulesHook(Hook):
         events.close()
         if self._profile.rule_webhook:
             message = {"run": str(self._folder.path), **finding}
-            thread = threading.Thread(target=self._post, args=(message,), daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            post = threading.Thread(target=self._post, args=(message,), daemon=True)
+            post.start()
+            self._posts.append(post)
 
     def _post(self, message: dict[str, Any]) -> None:
         request = urllib.request.Request(
@@ -131,7 +142,7 @@ def live_hooks(
     profile: ProfileConfig, folder: Path, stop: Callable[[str], None]
 ) -> list[LiveRulesHook]:
     """Returns the hook where something is to be done when a rule fires, else none."""
-    wanted = profile.stop_on_rule or profile.rule_webhook
+    wanted = profile.print_rules or profile.stop_on_rule or profile.rule_webhook
     if not wanted or not profile.rule_seconds:
         return []
     return [LiveRulesHook(RunFolder(folder), profile, stop)]

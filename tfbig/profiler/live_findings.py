@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import orjson
 
@@ -12,7 +13,7 @@ from tfbig.profiler.run_data import read_run
 def main() -> None:
     """Prints the findings of the run that the first argument names."""
     os.nice(10)  # the steps go first
-    findings = [finding.to_dict() for finding in look_at(read_run(sys.argv[1]))]
+    findings = [finding.to_dict() for finding in look_at(read_run(sys.argv[1], time.time()))]
     sys.stdout.buffer.write(orjson.dumps(findings, option=orjson.OPT_SERIALIZE_NUMPY))
 
 

@@ -48,7 +48,7 @@ class MergedTimeline:
         self,
         start: float = 0,
         end: float = float("inf"),
-        unit: MergeUnit = MergeUnit.TIME,
+        unit: MergeUnit | str = MergeUnit.TIME,
         sys_metrics_filter: Mapping[str, Sequence[float]] = {"lowgpu": ()},
     ) -> str:
         """Writes the events of a part of the run.
@@ -56,7 +56,7 @@ class MergedTimeline:
         Args:
           start: microseconds since 1970, or a step.
           end: microseconds since 1970, or a step.
-          unit: which of both.
+          unit: which of both, also as "time" or "step".
           sys_metrics_filter: "lowgpu" and "lowcpu", each with the percent below which a host's
             mean is drawn as a counter; () draws all.
 
@@ -64,8 +64,12 @@ class MergedTimeline:
           The file's path; Perfetto and chrome://tracing open it.
 
         Raises:
-          UserError: no event lies in that part.
+          UserError: no event lies in that part, or there is no such unit.
         """
+        try:
+            unit = MergeUnit(unit)
+        except ValueError:
+            raise UserError(f"unit={unit!r}: write MergeUnit.TIME or MergeUnit.STEP.") from None
         if unit is MergeUnit.STEP:
             events = self._reader.get_events_by_step(int(start), int(end))
         else:

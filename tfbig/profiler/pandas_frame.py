@@ -1,10 +1,13 @@
-"""Samples and events as pandas frames, and statistics of them; needs the extra `notebook`."""
+"""Samples and events as pandas frames; needs the extra `notebook`."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tfbig.errors import UserError
+from tfbig.profiler.frame_overlaps import relative, seconds_by_name
 from tfbig.profiler.metrics_readers import (
     LocalAlgorithmMetricsReader,
     LocalSystemMetricsReader,
@@ -15,7 +18,6 @@ from tfbig.profiler.time_units import TimeUnits
 if TYPE_CHECKING:
     import pandas as pd
 
-_TRAIN = "Step:ModeKeys.TRAIN"
 _DATA = "DataIterator"
 
 
@@ -25,6 +27,12 @@ def _pandas() -> Any:
     except ImportError:
         raise UserError("PandasFrame needs pandas: pip install 'tfbig[notebook]'.") from None
     return pandas
+
+
+def _nanoseconds(times: Sequence[Any]) -> np.ndarray:
+    """Returns times, of any form that pandas knows, as (n,) nanoseconds since 1970."""
+    found = _pandas().to_datetime(list(times), utc=True)
+    return found.as_unit("ns").asi8
 
 
 class PandasFrame:
@@ -46,6 +54,7 @@ class PandasFrame:
         path = path / "profiler-output" if (path / "profiler-output").is_dir() else path
         self.system_metrics_reader = LocalSystemMetricsReader(path)
         self.framework_metrics_reader = LocalAlgorithmMetricsReader(path)
+        self._cached: tuple[Any, Any] | None = None
         self.start_time = self.system_metrics_reader.get_timestamp_of_first_available_file()
 
     def get_all_system_metrics(self, selected_system_metrics: Sequence[str] = ()) -> "pd.DataFrame":
@@ -70,14 +79,89 @@ class PandasFrame:
         events = self.framework_metrics_reader.get_events(0, float("inf"), event_type=_DATA)
         return self._framework(events, selected_framework_metrics)
 
-    def get_profiler_data_by_time(
-        self, start_time_us: float, end_time_us: float, cache_metrics: bool = False, **_: Any
-    ) -> tuple["pd.DataFrame", "pd.DataFrame"]:
-        """Returns (samples, events) between two times, microseconds since 1970."""
-        events = self.framework_metrics_reader.get_events(
-            start_time_us, end_time_us, unit=TimeUnits.MICROSECONDS
+    def get_framework_metrics_by_timesteps(
+        self, timestep_list: Sequence[Any] = (), selected_framework_metrics: Sequence[str] = ()
+    ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Returns what ran at given times, such as those of samples in which a core was full.
+
+        Args:
+          timestep_list: times, as the frames have them or in words; UTC.
+          selected_framework_metrics: names or lanes of events; empty means all.
+
+        Returns:
+          By lane, relative to the longest; by name, in seconds; the steps by name, in seconds.
+        """
+        times = _nanoseconds(timestep_list)
+        events = self._overlapping(times, times)
+        intervals = np.stack([times, times], axis=1)
+        lanes, names, steps = seconds_by_name(events, intervals, selected_framework_metrics)
+        return relative(lanes), names, steps
+
+    def get_framework_metrics_by_begin_and_end_timesteps(
+        self,
+        begin_timestep_list: Sequence[Any],
+        end_timestep_list: Sequence[Any],
+        selected_framework_metrics: Sequence[str] = (),
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns what ran in given times, such as outlying steps.
+
+        Args:
+          begin_timestep_list: times at which they began, as the frames have them; UTC.
+          end_timestep_list: times at which they ended.
+          selected_framework_metrics: names or lanes of events; empty means all.
+
+        Returns:
+          By lane and by name, each relative to the longest.
+        """
+        begins, ends = _nanoseconds(begin_timestep_list), _nanoseconds(end_timestep_list)
+        events, intervals = self._overlapping(begins, ends), np.stack([begins, ends], axis=1)
+        lanes, names, _ = seconds_by_name(events, intervals, selected_framework_metrics)
+        return relative(lanes), relative(names)
+
+    def _overlapping(self, begins: np.ndarray, ends: np.ndarray) -> list[TraceEvent]:
+        if not len(begins):
+            return []
+        return self.framework_metrics_reader.get_events(
+            float(begins.min()), float(ends.max()), unit=TimeUnits.NANOSECONDS
         )
-        return self._system(start_time_us, end_time_us, ()), self._framework(events, ())
+
+    def get_profiler_data_by_time(
+        self,
+        start_time_us: float,
+        end_time_us: float,
+        cache_metrics: bool = False,
+        selected_framework_metrics: Sequence[str] = (),
+        selected_system_metrics: Sequence[str] = (),
+        get_framework_metrics: bool = True,
+        get_system_metrics: bool = True,
+    ) -> tuple["pd.DataFrame", "pd.DataFrame"]:
+        """Returns (samples, events) between two times.
+
+        Args:
+          start_time_us: microseconds since 1970.
+          end_time_us: microseconds since 1970.
+          cache_metrics: whether what earlier calls asked for is returned as well.
+          selected_framework_metrics: names or lanes of events; empty means all.
+          selected_system_metrics: names or dimensions of samples; empty means all.
+          get_framework_metrics: whether events are read; else their frame is empty.
+          get_system_metrics: whether samples are read; else their frame is empty.
+        """
+        events: list[TraceEvent] = []
+        if get_framework_metrics:
+            events = self.framework_metrics_reader.get_events(
+                start_time_us, end_time_us, unit=TimeUnits.MICROSECONDS
+            )
+        end = end_time_us if get_system_metrics else start_time_us - 1
+        system = self._system(start_time_us, end, selected_system_metrics)
+        framework = self._framework(events, selected_framework_metrics)
+        if not cache_metrics:
+            return system, framework
+        concat = _pandas().concat
+        if self._cached is not None:
+            system = concat([self._cached[0], system], ignore_index=True)
+            framework = concat([self._cached[1], framework], ignore_index=True)
+        self._cached = system, framework
+        return self._cached
 
     def get_profiler_data_by_step(
         self, start_step: int, end_step: int, cache_metrics: bool = False
@@ -87,7 +171,7 @@ class PandasFrame:
         if not events:
             return self._system(0, -1, ()), self._framework([], ())
         start, end = events[0].start_time, max(event.end_time for event in events)
-        return self.get_profiler_data_by_time(start / 1000, end / 1000)
+        return self.get_profiler_data_by_time(start / 1000, end / 1000, cache_metrics)
 
     def _system(self, start: float, end: float, selected: Sequence[str]) -> "pd.DataFrame":
         columns = "timestamp timestamp_us value system_metric dimension nodeID type".split()
@@ -129,93 +213,10 @@ class PandasFrame:
                 event.node_id,
             )
             for event in events
-            if not selected or event.event_name in selected
+            if not selected or event.event_name in selected or event.event_phase in selected
         ]
         pandas = _pandas()
         frame = pandas.DataFrame(rows, columns=columns)
         for name in ("start_time", "end_time"):
             frame[name] = pandas.to_datetime(frame[name], unit="ns")
         return frame
-
-
-class PandasFrameAnalysis:
-    """Statistics of a run's frames.
-
-    Args:
-      system_df: of PandasFrame.
-      framework_df: of PandasFrame.
-    """
-
-    def __init__(self, system_df: "pd.DataFrame", framework_df: "pd.DataFrame") -> None:
-        self.sys_metrics_df, self.framework_metrics_df = system_df, framework_df
-
-    def get_job_statistics(self) -> dict[str, Any]:
-        """Returns times of the job and of its training, evaluation and the rest, in seconds."""
-        events = self.framework_metrics_df
-        steps = events[events["framework_metric"] == _TRAIN]
-        start, end = events["start_time_us"].min() / 1e6, events["end_time_us"].max() / 1e6
-        first, last = steps["start_time_us"].min() / 1e6, steps["end_time_us"].max() / 1e6
-        return {
-            "start_time": start,
-            "end_time": end,
-            "job_duration": end - start,
-            "training_loop_start": first,
-            "training_loop_end": last,
-            "training_loop_duration": last - first,
-            "initialization": first - start,
-            "finalization": end - last,
-        }
-
-    def get_step_statistics(self, by: str = "framework_metric") -> "pd.DataFrame":
-        """Returns the distribution of events' milliseconds by a column, e.g. process or nodeID."""
-        events = self.framework_metrics_df
-        milliseconds = (events["end_time_us"] - events["start_time_us"]) / 1e3
-        return milliseconds.groupby(events[by]).describe(percentiles=[0.5, 0.95, 0.99])
-
-    def get_utilization_stats(
-        self, resource: str | None = None, by: str | None = None
-    ) -> "pd.DataFrame":
-        """Returns the distribution of hosts' metrics.
-
-        Args:
-          resource: a type such as cpu; None means all.
-          by: one more column, e.g. system_metric.
-        """
-        samples = self.sys_metrics_df
-        if resource is not None:
-            samples = samples[samples["type"] == resource]
-        keys = ["type", "dimension", "nodeID", *([by] if by else [])]
-        return samples.groupby(keys)["value"].describe(percentiles=[0.5, 0.95, 0.99])
-
-    def get_device_usage_stats(
-        self,
-        device: str = "cpu",
-        utilization_ranges: Sequence[tuple[float, float]] = ((90, 100), (10, 90), (0, 10)),
-    ) -> "pd.DataFrame":
-        """Returns the share of samples within ranges of use, by host.
-
-        Args:
-          device: cpu or gpu.
-          utilization_ranges: percent, from above the first number to the second.
-        """
-        samples = self.sys_metrics_df
-        chosen = samples["dimension"].isin([f"{device.upper()}Utilization"])
-        groups = samples[chosen].groupby("nodeID")["value"]
-        return _pandas().DataFrame(
-            {
-                f"{low}-{high}": groups.apply(
-                    lambda values, low=low, high=high: (
-                        ((values > low) | ((low == 0) & (values == 0))) & (values <= high)
-                    ).mean()
-                )
-                for low, high in utilization_ranges
-            }
-        )
-
-    def get_training_phase_intervals(self, phase: str = _TRAIN) -> "pd.DataFrame":
-        """Returns start and end, in microseconds since 1970, of each step's lane by rank."""
-        events = self.framework_metrics_df
-        chosen = events[events["process"] == phase]
-        return chosen.groupby(["nodeID", "tid"]).agg(
-            start=("start_time_us", "min"), end=("end_time_us", "max"), steps=("step", "count")
-        )

@@ -13,6 +13,12 @@ _LOCAL_RANK = (
     "MPI_LOCALRANKID",
     "SLURM_LOCALID",
 )
+_LOCAL_SIZE = (
+    "HOROVOD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
 _HOST_INDEX = ("HOROVOD_CROSS_RANK", "OMPI_COMM_WORLD_NODE_RANK", "SLURM_NODEID")
 
 
@@ -22,6 +28,7 @@ class HostPlace(NamedTuple):
     host_index: int  # of its host, counted from 0
     local_rank: int  # among the processes of its host
     hostname: str
+    local_size: int = 1  # processes of its host
 
     @property
     def node_id(self) -> str:
@@ -34,13 +41,14 @@ def host_place(environment: Mapping[str, str] = os.environ) -> HostPlace:
     hostname = socket.gethostname()
     local, host = _first(_LOCAL_RANK, environment), _first(_HOST_INDEX, environment)
     if local is not None:
-        return HostPlace(host or 0, local, hostname)
+        return HostPlace(host or 0, local, hostname, _first(_LOCAL_SIZE, environment) or 1)
     workers, index = _cluster(environment)
     if not workers:
         return HostPlace(0, 0, hostname)
     hosts = [worker.rpartition(":")[0] for worker in workers]
     distinct = list(dict.fromkeys(hosts))
-    return HostPlace(distinct.index(hosts[index]), hosts[:index].count(hosts[index]), hostname)
+    here = hosts[index]
+    return HostPlace(distinct.index(here), hosts[:index].count(here), hostname, hosts.count(here))
 
 
 def _first(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:

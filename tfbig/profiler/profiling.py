@@ -21,6 +21,7 @@ from tfbig.profiler.sampler import Sampler
 from tfbig.profiler.step_table import StepTableWriter
 from tfbig.profiler.tensor_stats import TensorStatsHook
 from tfbig.profiler.timeline import TimelineHook
+from tfbig.run_folder import RunFolder
 from tfbig.stop_signal import StopSignal
 
 
@@ -59,8 +60,13 @@ def measured(
                 for hook in live_hooks(config.profile, profiler_dir.parent, stop_signal.request):
                     closing.callback(hook.close)
                     hooks.append(hook)
+                if config.run.tensorboard:
+                    from tfbig.profiler.tensorboard_text import TensorBoardTextHook
+
+                    run = RunFolder(profiler_dir.parent)
+                    hooks.append(TensorBoardTextHook(run.path, run.tensorboard_dir, config))
             if place.local_rank == 0:
-                sampler = Sampler(profiler_dir, place, interval)
+                sampler = Sampler(profiler_dir, place, interval, offset.seconds)
                 sampler.start()
                 closing.callback(sampler.stop)
         except OSError as error:

@@ -15,9 +15,10 @@ from tfbig.profiler.energy_assumptions import Assumptions
 from tfbig.profiler.goodput import Ledger, ledger_of, ledger_rows, meaning
 from tfbig.profiler.rules.catalogue import description, look_at
 from tfbig.profiler.rules.rule import Finding
-from tfbig.profiler.run_data import RunData
+from tfbig.profiler.run_data import RunData, capture_path
 from tfbig.profiler.step_table import describe_rank
 from tfbig.profiler.summary import hidden_share, summarise, verdict_of
+from tfbig.profiler.xprof_operators import xprof_operators
 
 _PERCENTILES = ("max", "p99", "p95", "p50", "min")
 
@@ -128,6 +129,19 @@ def split_section(run: RunData) -> Section | None:
     operator_rows = [
         [kind, phase, total[0] / count, 1000 * total[1] / count] for (kind, phase), total in ordered
     ]
+    tables = [
+        Table(["part", "ms", "%"], rows),
+        Table(
+            ["operation", "phase", "runs a step", "ms a step"],
+            operator_rows,
+            "The costliest operations. Side by side they may sum to more than the wall time.",
+        ),
+    ]
+    first = run.captures[0]
+    if "capture" in first and (by_xprof := xprof_operators(capture_path(run, first))):
+        columns = ["host or device", "type", "operation", "runs", "self time, ms"]
+        caption = f"By xprof: step {first['step']} on rank {first['rank']}."
+        tables.append(Table(columns, by_xprof, caption))
     return Section(
         "A step's time",
         [
@@ -137,14 +151,7 @@ def split_section(run: RunData) -> Section | None:
             f"Communication hidden under computation: {100 * hidden:.1f}% of the wall time, counted"
             " there as computation.",
         ],
-        [
-            Table(["part", "ms", "%"], rows),
-            Table(
-                ["operation", "phase", "runs a step", "ms a step"],
-                operator_rows,
-                "The costliest operations. Side by side they may sum to more than the wall time.",
-            ),
-        ],
+        tables,
         [("", figures.bar_of_shares({part: s / wall for part, s in totals.items()}))],
     )
 
@@ -213,7 +220,11 @@ def hosts_section(run: RunData, findings: Sequence[Finding]) -> Section:
         [name, *(numbers[p] for p in _PERCENTILES)]
         for name, numbers in usage.details["metrics"].items()
     ]
-    text = "Each sample." if not tables[0].by_minute else "Medians of minutes: the run is long."
+    text = (
+        "Each sample."
+        if not tables[0].by_minute
+        else "The run is long: drawn are minutes' medians; the table is of their quantiles."
+    )
     return Section(
         "Hosts",
         [text],
@@ -285,12 +296,23 @@ def rules_section(findings: Sequence[Finding]) -> Section:
             finding.datapoints,
             finding.evidence,
             finding.change,
+            finding.expected,
             description(finding.rule),
             ", ".join(f"{name}={value:g}" for name, value in finding.parameters.items()),
         ]
         for finding in findings
     ]
-    columns = ["rule", "", "violations", "datapoints", "seen", "change", "about", "parameters"]
+    columns = [
+        "rule",
+        "",
+        "violations",
+        "datapoints",
+        "seen",
+        "change",
+        "could save",
+        "about",
+        "parameters",
+    ]
     return Section("Rules", tables=[Table(columns, rows)])
 
 

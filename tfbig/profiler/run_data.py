@@ -52,6 +52,7 @@ class RunData:
       tensors: statistics of tensors, every rank's.
       compilations: functions that were traced after the first step.
       hosts: descriptions of hosts.
+      now: seconds since 1970 where the run may be in training still, None where it is over.
     """
 
     folder: RunFolder
@@ -65,6 +66,7 @@ class RunData:
     tensors: list[dict[str, Any]]
     compilations: list[dict[str, Any]]
     hosts: list[dict[str, Any]]
+    now: float | None = None
 
     @property
     def config(self) -> dict[str, dict[str, Any]]:
@@ -91,8 +93,12 @@ class RunData:
         return [f"rank {one['rank']} on {one.get('hostname', '?')}" for one in described]
 
 
-def read_run(path: str | Path) -> RunData:
+def read_run(path: str | Path, now: float | None = None) -> RunData:
     """Reads a run, finished or in training.
+
+    Args:
+      path: of its folder.
+      now: seconds since 1970, for a look at a run in training.
 
     Raises:
       UserError: it is no run's folder, or a file of it is damaged.
@@ -113,6 +119,7 @@ def read_run(path: str | Path) -> RunData:
         tensors=_all_lines(output, "tensors"),
         compilations=_all_lines(output, "compilations"),
         hosts=[orjson.loads(file.read_bytes()) for file in sorted(output.glob("hosts/*.json"))],
+        now=now,
     )
 
 

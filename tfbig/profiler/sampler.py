@@ -10,8 +10,9 @@ import psutil
 
 from tfbig.durable_file import write_atomic
 from tfbig.profiler import layout
+from tfbig.profiler.cgroup_limits import find_limits
 from tfbig.profiler.gpu_metrics import open_gpu_metrics
-from tfbig.profiler.host_metrics import HostMetrics, Metric, find_limits
+from tfbig.profiler.host_metrics import HostMetrics, Metric
 from tfbig.profiler.place import HostPlace
 from tfbig.profiler.system_writer import SystemWriter
 
@@ -25,10 +26,14 @@ class Sampler:
       profiler_dir: of the run; this host's files are made in it.
       place: of this process; one sampler a host is enough.
       interval: seconds.
+      clock_offset: seconds that this host's clock is ahead of rank 0's.
     """
 
-    def __init__(self, profiler_dir: Path, place: HostPlace, interval: float) -> None:
+    def __init__(
+        self, profiler_dir: Path, place: HostPlace, interval: float, clock_offset: float = 0.0
+    ) -> None:
         self._profiler_dir, self._place, self._interval = profiler_dir, place, interval
+        self._clock_offset = clock_offset
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tfbig-sampler", daemon=True)
 
@@ -57,7 +62,7 @@ class Sampler:
 
     def _sample_until_stopped(self) -> None:
         limits = find_limits()
-        host, gpus = HostMetrics(limits), open_gpu_metrics()
+        host, gpus = HostMetrics(limits), open_gpu_metrics(self._place.local_size)
         self._describe(limits._asdict(), gpus.names() if gpus else [])
         writer = SystemWriter(self._profiler_dir, self._place.node_id)
         used = time.thread_time()
@@ -71,7 +76,7 @@ class Sampler:
                 before, used = used, time.thread_time()
                 cost = 100 * (used - before) / self._interval
                 metrics.append(Metric("profiler", "SamplerPercent", "sampler", cost))
-                writer.write(time.time(), metrics)
+                writer.write(time.time() - self._clock_offset, metrics)
         finally:
             writer.close()
             if gpus:

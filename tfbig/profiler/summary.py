@@ -84,11 +84,7 @@ def verdict_of(
     lines = [_account(run, numbers, ledger)]
     fired = [finding for finding in findings if finding.triggered]
     for finding in fired:
-        gain = (
-            f" It could save up to {100 * finding.gain:.0f}% of the steps' time."
-            if (finding.gain >= 0.01)
-            else ""
-        )
+        gain = f" It could save {finding.expected}." if finding.expected else ""
         change = f" Change: {finding.change}." if finding.change else ""
         lines.append(f"{finding.rule}: {finding.evidence}.{change}{gain}")
     if not fired:

@@ -9,6 +9,7 @@ import orjson
 
 from tfbig.loop import Hook
 from tfbig.profiler import layout
+from tfbig.profiler.activations import activation_records
 from tfbig.profiler.tensor_statistics import change_of, statistics_of
 
 _SLOT = "optimizer/m/"  # AdamW's first moment: a moving average of the gradient
@@ -31,6 +32,7 @@ class TensorStatsHook(Hook):
         self._path = layout.rank_path(profiler_dir, "tensors", trainer.rank, ".jsonl")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._before: dict[str, np.ndarray] = {}
+        self._batch: Any = None
         self._writer: Any = None
         if histograms is not None:
             import tensorflow as tf
@@ -43,8 +45,14 @@ class TensorStatsHook(Hook):
     def on_sample_begin(self, step: int) -> None:
         self._before = {path: array for path, kind, array in self._tensors() if kind == "weight"}
 
+    def on_sample_batch(self, batch: Any) -> None:
+        self._batch = batch
+
     def on_sample_end(self, step: int) -> None:
         lines = []
+        if self._trainer.whole_model is not None and self._trainer.rank == 0:
+            records = activation_records(self._trainer.whole_model, self._batch)
+            lines += [orjson.dumps({"step": step, **record}) for record in records]
         for path, kind, array in self._tensors():
             record: dict[str, Any] = {"step": step, "name": path, "kind": kind}
             record |= statistics_of(array)
@@ -53,7 +61,7 @@ class TensorStatsHook(Hook):
             lines.append(orjson.dumps(record))
             if self._writer is not None:
                 self._write_histogram(f"{kind}/{path}", array, step)
-        self._before = {}
+        self._before, self._batch = {}, None
         with open(self._path, "ab") as file:
             file.write(b"\n".join(lines) + b"\n")
         if self._writer is not None:

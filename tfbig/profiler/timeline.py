@@ -1,9 +1,12 @@
 """The hook that notes what a rank's steps and pauses were: a row a step, and events."""
 
+import itertools
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import psutil
 
 from tfbig.loop import Hook, Progress
@@ -39,6 +42,7 @@ class TimelineHook(Hook):
         self._offset, self._interval = clock_offset, interval
         self._resident, self._resident_at = 0.0, -1e9
         self._next_event, self._num_steps = 0.0, 0
+        self._last_end = 0.0  # of the steps, seconds since 1970
         self._healthy = True
 
     def on_start(self, progress: Progress, resumed: bool) -> None:
@@ -49,6 +53,7 @@ class TimelineHook(Hook):
         self._event("Compile", "first call of the step", time.time() - seconds, seconds)
 
     def on_spans(self, spans: StepSpans) -> None:
+        self._last_end = spans.start + spans.seconds
         if not self._healthy:
             return
         try:
@@ -68,6 +73,12 @@ class TimelineHook(Hook):
     def on_checkpoint(self, step: int, seconds: float) -> None:
         arguments = {"step_num": str(step)}
         self._event("Checkpoint", "Checkpoint", time.time() - seconds, seconds, arguments)
+
+    def on_stop(self, progress: Progress, reason: str) -> None:
+        if self._last_end:
+            # The last evaluation and save lie in it and have lanes of their own.
+            seconds = max(0.0, time.time() - self._last_end)
+            self._event("Finalization", "Finalization", self._last_end, seconds)
 
     def close(self) -> None:
         """Closes the files, also after an error."""
@@ -94,18 +105,20 @@ class TimelineHook(Hook):
         passes = [spans.spans[name] for name in _PASSES if name in spans.spans]
         if passes:
             sums = {
-                name: float((pairs[:, 1] - pairs[:, 0]).sum())
-                for name, pairs in zip(_PASSES, passes, strict=False)
+                name: float((spans.spans[name][:, 1] - spans.spans[name][:, 0]).sum())
+                for name in _PASSES
+                if name in spans.spans
             }
-            first = min(float(pairs[:, 0].min()) for pairs in passes)
-            last = max(float(pairs[:, 1].max()) for pairs in passes)
-            values |= sums | {"bubble": max(0.0, last - first - sum(sums.values()))}
+            values |= sums | {"bubble": sum(stop - start for start, stop in _bubbles(passes))}
         self._table.write(values)
 
     def _write_events(self, spans: StepSpans) -> None:
         arguments = {"step_num": str(spans.step)}
         self._events.write(TRAIN, TRAIN, spans.start, spans.seconds, arguments)
         self._events.write("DataIterator", "GetNext", spans.start, spans.data_wait, arguments)
+        passes = [spans.spans[name] for name in _PASSES if name in spans.spans]
+        for start, stop in _bubbles(passes):
+            self._events.write("Bubble", "Bubble", start, stop - start, arguments)
         for name, pairs in spans.spans.items():
             is_pass = name in _PASSES
             lane = name.capitalize() if is_pass else f"Collective:{name}"
@@ -125,6 +138,12 @@ class TimelineHook(Hook):
     def _give_up(self, error: OSError) -> None:
         self._healthy = False
         print(f"warning: this rank's steps are noted no longer: {error}", file=sys.stderr)
+
+
+def _bubbles(passes: Sequence[Any]) -> list[tuple[float, float]]:
+    """Returns the times between a step's passes (n, 2), each of which is idle time of the rank."""
+    busy = _disjoint(np.concatenate(passes)) if passes else []
+    return [(before[1], after[0]) for before, after in itertools.pairwise(busy)]
 
 
 def _disjoint(pairs: Any) -> list[tuple[float, float]]:

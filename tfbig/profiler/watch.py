@@ -1,5 +1,6 @@
 """Serves a run's report while it trains."""
 
+import html
 import http.server
 import threading
 import time
@@ -56,9 +57,15 @@ class ReportServer:
                     self._page = self._make().encode()
                 except UserError as error:
                     # A run that has just begun has no records yet.
-                    self._page = self._page or f"<p>{error}</p>".encode()
+                    self._page = self._page or self._waiting(str(error))
                 self._made = time.monotonic()
             return self._page
+
+    def _waiting(self, why: str) -> bytes:
+        """Returns a page that loads itself anew, as a run that has begun will have a report."""
+        refresh = f'<meta http-equiv="refresh" content="{max(1, round(self._seconds))}">'
+        text = html.escape(why)
+        return f'<!DOCTYPE html><meta charset="utf-8">{refresh}<p>{text}</p>'.encode()
 
     def serve(self) -> None:
         """Serves until it is interrupted."""

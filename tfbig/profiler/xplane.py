@@ -34,6 +34,7 @@ class Operator(NamedTuple):
     start: float  # seconds in the capture
     stop: float
     on_device: bool  # whether a GPU ran it
+    kernel: str = ""  # what the GPU calls it
 
 
 def phase_of(name: str) -> str:
@@ -111,13 +112,15 @@ def _device_operators(plane: Any) -> Iterator[Operator]:
             for stat in event.stats
         }
         name, _, kind = (values.get("tf_op") or kernel).partition(":")
-        yield Operator(name, kind or kernel, start, stop, True)
+        yield Operator(name, kind or kernel, start, stop, True, kernel)
 
 
 def _kind_of(operator: Operator) -> str:
-    if operator.on_device and "nccl" in operator.type.lower():
+    # By the kernel: the operation that launched it may be any, and is named by the model's scopes.
+    kernel = operator.kernel.lower()
+    if "nccl" in kernel:
         return "collective"
-    if operator.on_device and "MemcpyH2D" in (operator.name, operator.type):
+    if "memcpyh2d" in kernel:
         return "host to device"
     return phase_of(operator.name)
 

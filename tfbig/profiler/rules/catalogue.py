@@ -3,7 +3,14 @@
 from collections.abc import Mapping, Sequence
 
 from tfbig.errors import UserError, near_matches
-from tfbig.profiler.rules import host_rules, step_rules, tensor_rules
+from tfbig.profiler.rules import (
+    data_rules,
+    host_rules,
+    loss_rules,
+    progress_rules,
+    step_rules,
+    tensor_rules,
+)
 from tfbig.profiler.rules.rule import Finding, Rule, with_parameters
 from tfbig.profiler.run_data import RunData
 
@@ -16,34 +23,34 @@ _RULES: tuple[type[Rule], ...] = (
     host_rules.GPUMemoryIncrease,
     host_rules.LoadBalancing,
     step_rules.StepOutlier,
-    step_rules.MaxInitializationTime,
-    step_rules.Dataloader,
+    progress_rules.MaxInitializationTime,
+    data_rules.Dataloader,
     host_rules.OverallSystemUsage,
     step_rules.OverallFrameworkMetrics,
     # Ours.
-    step_rules.DataWorkers,
-    step_rules.DataWait,
+    data_rules.DataWorkers,
+    data_rules.DataWait,
     step_rules.Straggler,
     host_rules.PinnedCore,
     step_rules.MemoryLeak,
-    step_rules.LossSpike,
+    loss_rules.LossSpike,
     step_rules.Recompilation,
     step_rules.PipelineBubble,
     step_rules.ExposedCommunication,
     # SageMaker Debugger's tensor rules.
-    tensor_rules.LossNotDecreasing,
+    loss_rules.LossNotDecreasing,
     tensor_rules.VanishingGradient,
     tensor_rules.ExplodingTensor,
     tensor_rules.DeadRelu,
     tensor_rules.SaturatedActivation,
-    tensor_rules.Overfit,
-    tensor_rules.Overtraining,
+    loss_rules.Overfit,
+    loss_rules.Overtraining,
     tensor_rules.WeightUpdateRatio,
     tensor_rules.AllZero,
     tensor_rules.UnchangedTensor,
     tensor_rules.PoorWeightInitialization,
-    tensor_rules.StalledTraining,
-    tensor_rules.NLPSequenceRatio,
+    progress_rules.StalledTraining,
+    data_rules.NLPSequenceRatio,
     tensor_rules.TensorVariance,
 )
 RULES: Mapping[str, type[Rule]] = {rule.__name__: rule for rule in _RULES}

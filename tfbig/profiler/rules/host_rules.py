@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tfbig.profiler.robust import jensen_shannon_distance, moving_mean, with_hysteresis
-from tfbig.profiler.rules.rule import Finding, Rule, num_samples
+from tfbig.profiler.rules.rule import Finding, Rule
 from tfbig.profiler.run_data import RunData
 from tfbig.profiler.system_table import SystemTable
 
 _NO_GPU = "no GPU was sampled"
+_HISTOGRAM_LEVELS = tuple(range(1, 100))
 _LEAVE = 5.0  # percent points by which a value must fall back to count as normal again
 
 
@@ -25,10 +26,39 @@ def gpu_use(table: SystemTable) -> np.ndarray:
     return table.of("gpu", "GPUUtilization")
 
 
-def mean_core_use(table: SystemTable) -> np.ndarray:
-    """Returns the mean use over cores (n,)."""
-    use = core_use(table)
+def mean_core_use(table: SystemTable, statistic: str | None = None) -> np.ndarray:
+    """Returns the use (n,) of the cores' time that the host, or the container, has.
+
+    Where a quota leaves a container less time than its cores have, they are never all busy.
+
+    Args:
+      table: of a host.
+      statistic: of each minute; see SystemTable.of. Its mean over cores is taken as if they rose
+        and fell together, which is never less than a percentile above 50 truly is.
+    """
+    quota = table.of("cpu", "CPUQuotaUtilization", statistic)
+    use = quota if quota.shape[1] else table.of("cpu", "CPUUtilization", statistic)
     return use.mean(axis=1) if use.shape[1] else np.zeros(0)
+
+
+def _p95(table: SystemTable, type: str, dimension: str) -> float:
+    """Returns the mean over names of a metric's 95th percentile, NaN without one."""
+    found = table.percentiles(type, dimension, [95])
+    return float(np.nanmean(found)) if found.size and not np.isnan(found).all() else float("nan")
+
+
+def _cores_p95(table: SystemTable) -> float:
+    """Returns the 95th percentile of the cores' use."""
+    if table.statistics is None:
+        return float(np.nanpercentile(mean_core_use(table), 95))
+    quota = table.of("cpu", "CPUQuotaUtilization").shape[1]
+    return _p95(table, "cpu", "CPUQuotaUtilization" if quota else "CPUUtilization")
+
+
+def _pooled_p95(table: SystemTable, dimension: str) -> float:
+    """Returns the largest of the GPUs' 95th percentiles, NaN without a GPU."""
+    found = table.percentiles("gpu", dimension, [95])
+    return float(np.nanmax(found)) if found.size and not np.isnan(found).all() else float("nan")
 
 
 @dataclass(frozen=True)
@@ -42,33 +72,33 @@ class BatchSize(Rule):
     window: float = 500
 
     def look(self, run: RunData) -> Finding:
-        total, low, evidence = 0, 0, "some device is well used on every host"
+        total, low, gain = 0, 0, 0.0
+        evidence = "some device is well used on every host"
         for table in run.system:
-            count = num_samples(table)
+            count = table.num_samples
             total += count
             if count < self.patience or not core_use(table).shape[1]:
                 continue
-            last = slice(-int(self.window), None)
+            last = table.last(self.window)
             parts = {
-                "cores": (mean_core_use(table)[last], self.cpu_threshold_p95),
-                "GPUs": (gpu_use(table)[last], self.gpu_threshold_p95),
+                "cores": (_cores_p95(last), self.cpu_threshold_p95),
+                "GPUs": (_pooled_p95(last, "GPUUtilization"), self.gpu_threshold_p95),
                 "GPU memory": (
-                    table.of("gpu", "GPUMemoryUtilization")[last],
+                    _pooled_p95(last, "GPUMemoryUtilization"),
                     self.gpu_memory_threshold_p95,
                 ),
             }
-            p95 = {
-                name: (float(np.nanpercentile(values, 95)), limit)
-                for name, (values, limit) in parts.items()
-                if values.size
-            }
-            if all(value < limit for value, limit in p95.values()):
+            p95 = {name: part for name, part in parts.items() if not np.isnan(part[0])}
+            if p95 and all(value < limit for value, limit in p95.values()):
                 low += 1
                 said = ", ".join(f"{name} {value:.0f}%" for name, (value, _) in p95.items())
                 evidence = f"95% of {table.node_id}'s samples are below: {said}"
+                # The device that does most decides how much room there is; memory is no time.
+                busiest = max(value for name, (value, _) in p95.items() if name != "GPU memory")
+                gain = max(gain, 1 - busiest / 100)
         batch = run.config["run"]["global_batch"]
         change = f"--global_batch={2 * batch}, with the learning rate looked at again"
-        return self.found(low > 0, total, low, evidence, change)
+        return self.found(low > 0, total, low, evidence, change, gain)
 
 
 @dataclass(frozen=True)
@@ -139,10 +169,11 @@ def _while_gpus_idle(
             continue
         idle = use.min(axis=1) < rule.gpu_threshold if use.shape[1] else True
         bad = is_high(table) & idle
-        scale = num_samples(table) // len(table.times)
-        total, violations = total + num_samples(table), violations + scale * int(bad.sum())
-        if num_samples(table) >= rule.patience and 100 * bad.mean() > rule.threshold:
-            fired, share = table.node_id, max(share, float(bad.mean()))
+        count = bad.sum() if table.counts is None else table.counts[bad].sum()
+        total, violations = total + table.num_samples, violations + int(count)
+        here = float(count / table.num_samples)
+        if table.num_samples >= rule.patience and 100 * here > rule.threshold and here > share:
+            fired, share = table.node_id, here
     if not total:
         return rule.nothing(_NO_GPU if needs_gpu else "no host was sampled")
     percent = 100 * violations / total
@@ -150,7 +181,8 @@ def _while_gpus_idle(
     evidence = f"in {percent:.0f}% of the samples {what}{idle_text}"
     if fired:
         evidence += f"; most on {fired} ({100 * share:.0f}%)"
-    return rule.found(bool(fired), total, violations, evidence, change, run.data_wait_share)
+    gain = max(run.data_wait_share, share)  # no more of the time than was like this
+    return rule.found(bool(fired), total, violations, evidence, change, gain)
 
 
 @dataclass(frozen=True)
@@ -163,14 +195,18 @@ class LowGPUUtilization(Rule):
     patience: float = 1000
 
     def look(self, run: RunData) -> Finding:
-        total, low = 0, []
+        total, low, busiest = 0, [], 0.0
         for table in run.system:
             use = gpu_use(table)
-            total += num_samples(table) * bool(use.shape[1])
-            if not use.shape[1] or num_samples(table) < self.patience:
+            total += table.num_samples * bool(use.shape[1])
+            if not use.shape[1] or table.num_samples < self.patience:
                 continue
-            for name, values in zip(table.names("gpu", "GPUUtilization"), use.T, strict=True):
-                p5, p95 = np.nanpercentile(values[-int(self.window) :], [5, 95])
+            last = table.last(self.window)
+            busiest = max(busiest, float(_mean_use(last).max()))
+            quantiles = last.percentiles("gpu", "GPUUtilization", [5, 95]).T
+            for name, (p5, p95) in zip(
+                table.names("gpu", "GPUUtilization"), quantiles, strict=True
+            ):
                 if p95 < self.threshold_p95:
                     low.append(f"{table.node_id} {name} is low (p95 {p95:.0f}%)")
                 elif p5 < self.threshold_p5:
@@ -178,14 +214,26 @@ class LowGPUUtilization(Rule):
         if not total:
             return self.nothing(_NO_GPU)
         evidence = "; ".join(low[:4]) or "all GPUs are well and evenly used"
-        change = "see what the steps wait for; a larger --global_batch, or fewer GPUs"
-        return self.found(bool(low), total, len(low), evidence, change)
+        if run.data_wait_share > 0.05:
+            change = f"--data_workers={4 * run.config['data']['data_workers']}"
+        else:
+            change = f"--global_batch={2 * run.config['run']['global_batch']}, or fewer GPUs"
+        change += "; what the steps wait for stands under A step's time"
+        # Steps are synchronous: the GPU that does most is idle this much of each.
+        return self.found(bool(low), total, len(low), evidence, change, 1 - busiest / 100)
+
+
+def _mean_use(table: SystemTable) -> np.ndarray:
+    """Returns each GPU's mean use (names,), 0 where it is unknown."""
+    use = table.of("gpu", "GPUUtilization", "mean")
+    return np.nan_to_num(np.nanmean(use, axis=0)) if len(use) else np.zeros(use.shape[1])
 
 
 @dataclass(frozen=True)
 class GPUMemoryIncrease(Rule):
     """The memory in use on a GPU grows: between two windows that do not overlap, or by and by."""
 
+    benefit: ClassVar[str] = "no time; the run does not end for want of GPU memory"
     increase: float = 5
     patience: float = 1000
     window: float = 10
@@ -194,12 +242,13 @@ class GPUMemoryIncrease(Rule):
         total, grown = 0, []
         for table in run.system:
             memory = table.of("gpu", "GPUMemoryUtilization")
-            total += num_samples(table) * bool(memory.shape[1])
-            if num_samples(table) < self.patience:
+            total += table.num_samples * bool(memory.shape[1])
+            if table.num_samples < self.patience:
                 continue
             names = table.names("gpu", "GPUMemoryUtilization")
+            window = max(1, round(self.window / table.samples_a_row))
             for name, values in zip(names, memory.T, strict=True):
-                means = moving_mean(values, int(self.window))
+                means = moving_mean(values, window)
                 # Slow leaks show only over the whole run; the first tenth is the start-up.
                 means = means[len(means) // 10 :]
                 if len(means) and means[-1] - means[0] > self.increase:
@@ -207,7 +256,11 @@ class GPUMemoryIncrease(Rule):
         if not total:
             return self.nothing(_NO_GPU)
         evidence = "; ".join(grown[:4]) or "memory in use is steady on all GPUs"
-        change = "look for tensors that are kept from step to step"
+        every = max(1, run.config["run"]["checkpoint_every"] // 2)
+        change = (
+            f"--checkpoint_every={every} loses less until it is mended: something keeps tensors"
+            " from step to step"
+        )
         return self.found(bool(grown), total, len(grown), evidence, change)
 
 
@@ -219,15 +272,17 @@ class LoadBalancing(Rule):
     patience: float = 1000
 
     def look(self, run: RunData) -> Finding:
-        histograms, total = {}, 0
+        histograms, total, means = {}, 0, []
         for table in run.system:
             use = gpu_use(table)
-            if num_samples(table) < self.patience or not use.shape[1]:
+            if table.num_samples < self.patience or not use.shape[1]:
                 continue
-            total += num_samples(table)
-            for name, values in zip(table.names("gpu", "GPUUtilization"), use.T, strict=True):
+            total += table.num_samples
+            quantiles = table.percentiles("gpu", "GPUUtilization", _HISTOGRAM_LEVELS)
+            for name, values in zip(table.names("gpu", "GPUUtilization"), quantiles.T, strict=True):
                 counts, _ = np.histogram(np.nan_to_num(values), bins=50, range=(0, 100.001))
                 histograms[f"{table.node_id} {name}"] = counts
+            means += list(_mean_use(table))
         if len(histograms) < 2:
             return self.nothing("fewer than two GPUs were sampled for long enough")
         typical = np.median(list(histograms.values()), axis=0)
@@ -235,8 +290,12 @@ class LoadBalancing(Rule):
         odd = {name: distance for name, distance in apart.items() if distance > self.threshold}
         worst = max(apart, key=lambda name: apart[name])
         evidence = f"{worst} differs most from the others: distance {apart[worst]:.2f}"
-        change = f"look at that GPU and its rank ({', '.join(odd)}); an equal --partition"
-        return self.found(bool(odd), total, len(odd), evidence, change)
+        change = f"look at that GPU and its rank ({', '.join(odd)})"
+        if run.config["parallel"]["partition"]:
+            change = f"--partition= (the balanced one); {change}"
+        # With equal shares the busiest GPU would do the mean of all.
+        gain = (max(means) - sum(means) / len(means)) / max(*means, 1e-9)
+        return self.found(bool(odd), total, len(odd), evidence, change, gain)
 
 
 @dataclass(frozen=True)
@@ -249,11 +308,11 @@ class PinnedCore(Rule):
     patience: float = 60
 
     def look(self, run: RunData) -> Finding:
-        total, found = 0, []
+        total, found, gain = 0, [], 0.0
         for table in run.system:
             use = core_use(table)
-            total += num_samples(table) * (use.shape[1] > 1)
-            if use.shape[1] < 2 or num_samples(table) < self.patience:
+            total += table.num_samples * (use.shape[1] > 1)
+            if use.shape[1] < 2 or table.num_samples < self.patience:
                 continue
             full = with_hysteresis(
                 use.max(axis=1), self.core_threshold, self.core_threshold - _LEAVE
@@ -263,6 +322,8 @@ class PinnedCore(Rule):
             if 100 * bad.mean() > self.share:
                 names = table.names("cpu", "CPUUtilization")
                 core = names[int(np.nanargmax(use[bad].mean(axis=0)))]
+                # What one core does alone, spread over all of them.
+                gain = max(gain, float(bad.mean()) * (1 - 1 / use.shape[1]))
                 found.append(
                     f"{core} of {table.node_id} was full in {100 * bad.mean():.0f}% of the samples "
                     f"while the other cores' mean was {others[bad].mean():.0f}%"
@@ -274,7 +335,7 @@ class PinnedCore(Rule):
             "--num_threads=0 (all cores); where data are waited for,"
             f" --data_workers={2 * run.config['data']['data_workers']}"
         )
-        return self.found(bool(found), total, len(found), evidence, change)
+        return self.found(bool(found), total, len(found), evidence, change, gain)
 
 
 @dataclass(frozen=True)
@@ -284,19 +345,21 @@ class OverallSystemUsage(Rule):
     def look(self, run: RunData) -> Finding:
         details = {}
         for table in run.system:
-            for index, (kind, dimension, name) in enumerate(table.columns):
-                values = table.values[:, index]
-                values = values[~np.isnan(values)]
-                if len(values):
-                    p50, p95, p99 = np.percentile(values, [50, 95, 99])
-                    key = f"{table.node_id} {dimension or kind} {name}"
-                    details[key] = {
-                        "max": float(values.max()),
-                        "p99": float(p99),
-                        "p95": float(p95),
-                        "p50": float(p50),
-                        "min": float(values.min()),
+            for kind, dimension in dict.fromkeys(column[:2] for column in table.columns):
+                highest = table.of(kind, dimension, "max")
+                lowest = table.of(kind, dimension, "min")
+                quantiles = table.percentiles(kind, dimension, [99, 95, 50]).T
+                for index, name in enumerate(table.names(kind, dimension)):
+                    if np.isnan(highest[:, index]).all():
+                        continue
+                    p99, p95, p50 = map(float, quantiles[index])
+                    details[f"{table.node_id} {dimension or kind} {name}"] = {
+                        "max": float(np.nanmax(highest[:, index])),
+                        "p99": p99,
+                        "p95": p95,
+                        "p50": p50,
+                        "min": float(np.nanmin(lowest[:, index])),
                     }
-        count = sum(num_samples(table) for table in run.system)
+        count = sum(table.num_samples for table in run.system)
         evidence = f"{len(details)} metrics of {len(run.system)} hosts"
         return self.found(False, count, 0, evidence, metrics=details)

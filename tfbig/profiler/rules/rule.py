@@ -8,9 +8,6 @@ from typing import Any, ClassVar
 
 from tfbig.errors import UserError, near_matches
 from tfbig.profiler.run_data import RunData
-from tfbig.profiler.system_table import SystemTable
-
-_SAMPLES_A_MINUTE = 120
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,8 @@ class Finding:
       violations: datapoints that broke it.
       evidence: one sentence with the numbers.
       change: what to do, as flags where there are some.
-      gain: share of the run's step time that the change could save at most; 0 where unknown.
+      gain: share of the run's step time that the change could save at most; 0 where it saves none.
+      benefit: what the change is good for where that is no time.
       parameters: of the rule.
       details: numbers for tables.
     """
@@ -36,8 +34,16 @@ class Finding:
     evidence: str
     change: str = ""
     gain: float = 0.0
+    benefit: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> str:
+        """What the change is expected to bring, in words."""
+        if self.gain >= 0.01:
+            return f"up to {100 * self.gain:.0f}% of the steps' time"
+        return self.benefit or ("less than 1% of the steps' time" if self.triggered else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it under smdebug's names, ready for JSON."""
@@ -50,6 +56,7 @@ class Finding:
             "Evidence": self.evidence,
             "Change": self.change,
             "Gain": self.gain,
+            "Benefit": self.benefit,
             "Details": dict(self.details),
         }
 
@@ -59,6 +66,7 @@ class Rule(abc.ABC):
     """A rule; a subclass's fields are its parameters, its docstring is its description."""
 
     kind: ClassVar[str] = "profiler"
+    benefit: ClassVar[str] = ""  # of the change, where it is no time
 
     @abc.abstractmethod
     def look(self, run: RunData) -> Finding:
@@ -77,6 +85,7 @@ class Rule(abc.ABC):
         evidence: str,
         change: str = "",
         gain: float = 0.0,
+        benefit: str = "",
         **details: Any,
     ) -> Finding:
         """Returns a finding of this rule; a rule that did not fire proposes nothing."""
@@ -87,7 +96,8 @@ class Rule(abc.ABC):
             violations=int(violations),
             evidence=evidence,
             change=change if triggered else "",
-            gain=float(gain) if triggered else 0.0,
+            gain=float(min(1.0, max(0.0, gain))) if triggered else 0.0,
+            benefit=(benefit or self.benefit) if triggered else "",
             parameters=dataclasses.asdict(self),
             details=details,
         )
@@ -95,11 +105,6 @@ class Rule(abc.ABC):
     def nothing(self, why: str) -> Finding:
         """Returns the finding of a rule that has nothing to look at."""
         return self.found(False, 0, 0, why)
-
-
-def num_samples(table: SystemTable) -> int:
-    """Returns how many samples a table stands for."""
-    return len(table.times) * (_SAMPLES_A_MINUTE if table.by_minute else 1)
 
 
 def with_parameters(rules: Mapping[str, type[Rule]], settings: Mapping[str, str]) -> list[Rule]:

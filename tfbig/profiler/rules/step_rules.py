@@ -1,16 +1,13 @@
-"""Rules of steps: how long they took, what they waited for, and what they left behind."""
+"""Rules of steps: how long they took, what held them up, and what they left behind."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from tfbig.profiler.robust import outliers, slope, spread, spread_of_rows
-from tfbig.profiler.rules.host_rules import mean_core_use
+from tfbig.profiler.robust import outliers, slope
 from tfbig.profiler.rules.rule import Finding, Rule
 from tfbig.profiler.run_data import RunData
-
-_FIRST_SPIKE = 10  # steps before which nothing is expected of the loss
-_CHUNK = 8192
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,8 @@ class StepOutlier(Rule):
                 f"; the longest, step {int(run.train.of('step')[1:][worst])}, took "
                 f"{seconds[worst]:.3g} s; together they cost {100 * lost:.1f}% of the time"
             )
-        change = f"--profile_steps={steps[0] if len(steps) else 1}-... to capture such a step"
+        wanted = ",".join(map(str, steps[:3]))
+        change = f"--profile_steps={wanted} in a run of the same flags captures such steps"
         return self.found(
             len(found) > self.n_outliers,
             len(seconds),
@@ -47,111 +45,6 @@ class StepOutlier(Rule):
             change,
             lost,
             steps=steps[:50].tolist(),
-        )
-
-
-@dataclass(frozen=True)
-class MaxInitializationTime(Rule):
-    """The first step is long in coming."""
-
-    threshold: float = 20  # minutes
-
-    def look(self, run: RunData) -> Finding:
-        worst, count = 0.0, 0
-        begun = run.record["time"]
-        for event in run.events:
-            if event["event"] == "start":
-                begun, count = event.get("process_start", event["time"]), count + 1
-            elif event["event"] == "first_step":
-                worst = max(worst, event["time"] - begun)
-        evidence = f"the longest of {count} starts took {worst:.1f} s to the first step"
-        change = "prepare the data before (python -m tfbig.prepare); see the ledger for the parts"
-        return self.found(
-            worst > 60 * self.threshold, count, worst > 60 * self.threshold, evidence, change
-        )
-
-
-@dataclass(frozen=True)
-class Dataloader(Rule):
-    """Reading threads are fewer or more than the cores can serve."""
-
-    min_threshold: float = 70
-    max_threshold: float = 200
-
-    def look(self, run: RunData) -> Finding:
-        if not run.hosts:
-            return self.nothing("no host was described")
-        workers = run.config["data"]["data_workers"]
-        ranks = max(1, len(run.matrix.ranks)) / len(run.hosts)
-        cores = min(host["cpu_quota"] for host in run.hosts)
-        percent = 100 * workers * ranks / cores
-        # Batches are gathered ahead by one thread at 1.6 GB/s: few threads are a fault only where
-        # they are waited for.
-        too_few = percent < self.min_threshold and run.data_wait_share > 0.05
-        too_many = percent > self.max_threshold
-        evidence = (
-            f"{workers} reading threads a rank on {cores:g} cores a host ({percent:.0f}%); "
-            f"{100 * run.data_wait_share:.1f}% of the steps' time is wait for data"
-        )
-        wanted = max(1, int(cores / ranks))
-        change = f"--data_workers={wanted}"
-        gain = run.data_wait_share if too_few else 0.0
-        return self.found(too_few or too_many, 1, too_few or too_many, evidence, change, gain)
-
-
-@dataclass(frozen=True)
-class DataWorkers(Rule):
-    """Steps wait for data, and the cores have room for more reading threads."""
-
-    cpu_threshold: float = 70
-    wait_threshold: float = 5
-
-    def look(self, run: RunData) -> Finding:
-        if not len(run.step_seconds):
-            return self.nothing("no step is recorded")
-        most = [mean_core_use(table).max() for table in run.system if len(mean_core_use(table))]
-        busiest = float(max(most)) if most else 0.0
-        share = 100 * run.data_wait_share
-        evidence = (
-            f"{share:.1f}% of the steps' time is wait for data, and the cores were never used above"
-            f" {busiest:.0f}%"
-        )
-        workers = run.config["data"]["data_workers"]
-        change = f"--data_workers={max(2, 4 * workers)}"
-        bad = share > self.wait_threshold and busiest < self.cpu_threshold
-        return self.found(bad, len(run.step_seconds), bad, evidence, change, run.data_wait_share)
-
-
-@dataclass(frozen=True)
-class DataWait(Rule):
-    """Steps wait for data (5% is much, 20% very much, as XProf has it)."""
-
-    wait_threshold: float = 5
-
-    def look(self, run: RunData) -> Finding:
-        if not len(run.step_seconds):
-            return self.nothing("no step is recorded")
-        share = 100 * run.data_wait_share
-        waits = run.train.of("data_wait_seconds")[1:]
-        many = int((waits > 0.05 * np.maximum(run.step_seconds, 1e-9)).sum())
-        evidence = f"{share:.1f}% of the steps' time is wait for data: reading is too slow for them"
-        iowait = [np.nanmean(t.of("cpu", "I/OWaitPercentage")) for t in run.system if len(t.times)]
-        pressure = [np.nanmean(t.of("pressure")) for t in run.system if t.of("pressure").size]
-        if iowait:
-            evidence += f"; cores waited for disks {max(iowait):.0f}% of the time"
-        change = (
-            f"--data_workers={4 * run.config['data']['data_workers']}, or the data folder on a"
-            " faster or nearer disk"
-        )
-        return self.found(
-            share > self.wait_threshold,
-            len(waits),
-            many,
-            evidence,
-            change,
-            run.data_wait_share,
-            iowait=[float(x) for x in iowait],
-            pressure=[float(x) for x in pressure],
         )
 
 
@@ -187,7 +80,8 @@ class Straggler(Rule):
         change = (
             "--partition to give its stage fewer blocks; or look at that host"
             if stages
-            else "look at that rank's host (other load, clocks, disk), or leave it out"
+            else "look at that rank's host (python -m tfbig.doctor; other load, clocks, disk), or"
+            " leave it out of horovodrun's -H"
         )
         return self.found(
             bool(len(slow)),
@@ -204,6 +98,7 @@ class Straggler(Rule):
 class MemoryLeak(Rule):
     """A rank's memory grows steadily from step to step."""
 
+    benefit: ClassVar[str] = "no time; the run does not end for want of memory"
     min_growth: float = 5  # percent of what the rank holds
     min_megabytes: float = 32
     rising: float = 0.85  # share of pairs of steps of which the later holds more
@@ -230,72 +125,12 @@ class MemoryLeak(Rule):
         if not total:
             return self.nothing("too few readings of the memory")
         evidence = "; ".join(found[:4]) or "the ranks' memory is steady"
-        change = "look for what keeps tensors or arrays of earlier steps"
-        return self.found(bool(found), total, len(found), evidence, change)
-
-
-def expectations(loss: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what each step's loss (n,) should be by those before it, and their noise (n,).
-
-    Early the loss falls quickly: the median of the last five is expected. Its noise is the spread
-    of the changes from step to step within the window.
-    """
-    count = len(loss)
-    expected, noise = np.full(count, np.inf), np.full(count, np.inf)
-    places = np.maximum.accumulate(np.where(np.isfinite(loss), np.arange(count), 0))
-    known = loss[places] if count else loss
-    for index in range(_FIRST_SPIKE, min(window, count)):
-        expected[index] = np.median(known[index - 5 : index])
-        noise[index] = spread(np.diff(known[:index]))
-    if count > window:
-        windows = np.lib.stride_tricks.sliding_window_view(known[:-1], window)
-        for start in range(0, len(windows), _CHUNK):
-            part = windows[start : start + _CHUNK]  # (steps, window), each before its step
-            target = slice(window + start, window + start + len(part))
-            expected[target] = np.median(part[:, -5:], axis=1)
-            changes = np.diff(part, axis=1)
-            noise[target] = spread_of_rows(changes)
-    return expected, np.maximum(noise, 1e-9)
-
-
-@dataclass(frozen=True)
-class LossSpike(Rule):
-    """The loss jumps up within a step."""
-
-    deviations: float = 8
-    min_rise: float = 5  # percent
-    window: float = 50
-
-    def look(self, run: RunData) -> Finding:
-        loss, steps = run.train.of("loss"), run.train.of("step").astype(int)
-        expected, noise = expectations(loss, int(self.window))
-        with np.errstate(invalid="ignore"):
-            jump = loss - expected
-            is_spike = (jump > self.deviations * noise) & (
-                jump > self.min_rise / 100 * np.abs(expected)
-            )
-        is_spike |= ~np.isfinite(loss)
-        spikes = [int(index) for index in np.flatnonzero(is_spike) if index >= _FIRST_SPIKE]
-        evidence = "the loss has no jumps"
-        if spikes:
-            worst = max(spikes, key=lambda i: loss[i] if np.isfinite(loss[i]) else np.inf)
-            evidence = (
-                f"the loss jumps at {len(spikes)} steps, first at step {steps[spikes[0]]}, most at"
-                f" step {steps[worst]}, to {loss[worst]:.3f}"
-            )
-        where = steps[spikes[0]] if spikes else 0
+        every = max(1, run.config["run"]["checkpoint_every"] // 2)
         change = (
-            f"python -m tfbig.data inspect --step={where} shows what was learned there;"
-            " --max_loss skips such updates; a lower --learning_rate or longer --warmup_steps"
+            f"--checkpoint_every={every} loses less until it is mended: something keeps tensors or"
+            " arrays of earlier steps"
         )
-        return self.found(
-            bool(spikes),
-            len(loss),
-            len(spikes),
-            evidence,
-            change,
-            steps=steps[spikes][:50].tolist(),
-        )
+        return self.found(bool(found), total, len(found), evidence, change)
 
 
 @dataclass(frozen=True)
@@ -316,10 +151,9 @@ class Recompilation(Rule):
                 f"a compile in the middle: step {', '.join(map(str, steps[:8]))} traced new"
                 f" functions, {lost:.1f} s in all"
             )
-        change = (
-            "keep shapes the same from step to step; --batch_warmup_start compiles once a batch"
-            " size: fewer sizes cost fewer compilations"
-        )
+        change = "keep the shapes of batches the same from step to step"
+        if run.config["run"]["batch_warmup_start"]:
+            change = "--batch_warmup_start=0: each size of the batch is compiled once"
         return self.found(
             bool(found),
             run.train.num_steps,
@@ -369,7 +203,11 @@ class ExposedCommunication(Rule):
         exposed = sum(c["split"].get("exposed communication", 0.0) for c in run.captures)
         share = exposed / max(wall, 1e-9)
         evidence = f"{100 * share:.1f}% of the captured steps is communication that nothing hides"
-        change = "larger microbatches, a larger --bucket_megabytes, or a faster network"
+        parallel = run.config["parallel"]
+        change = f"--bucket_megabytes={2 * parallel['bucket_megabytes']}"
+        if parallel["microbatches"] > 1 and parallel["pipeline_parallel_degree"] == 1:
+            change += f", --microbatches={parallel['microbatches'] // 2} (larger ones)"
+        change += f", --global_batch={2 * run.config['run']['global_batch']}, or a faster network"
         fired = 100 * share > self.threshold
         return self.found(fired, len(run.captures), fired, evidence, change, share)
 

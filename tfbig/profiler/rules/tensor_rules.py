@@ -1,7 +1,6 @@
-"""SageMaker Debugger's rules of losses and tensors, at its documented defaults."""
+"""SageMaker Debugger's rules of tensors, at its documented defaults."""
 
 import abc
-import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +19,8 @@ class TensorRule(Rule):
 
     kind: ClassVar[str] = "tensor"
     tensor_kind: ClassVar[str] = "weight"
-    change: ClassVar[str] = ""
+    change: ClassVar[str] = ""  # {fields} are those of `values_for`
+    benefit: ClassVar[str] = "no time; steps that learn"
     what: ClassVar[str] = ""
 
     @abc.abstractmethod
@@ -37,16 +37,30 @@ class TensorRule(Rule):
         if bad:
             names = list(dict.fromkeys(record["name"] for record in bad))
             evidence = f"{self.what}: {', '.join(names[:4])}, first at step {bad[0]['step']}"
-        return self.found(bool(bad), len(records), len(bad), evidence, self.change)
+        change = self.change.format(**values_for(run))
+        return self.found(bool(bad), len(records), len(bad), evidence, change)
+
+
+def values_for(run: RunData) -> dict[str, float]:
+    """Returns options' values that a change may propose, by name."""
+    model, optimizer = run.config["model"], run.config["optimizer"]
+    return {
+        "half_rate": optimizer["learning_rate"] / 2,
+        "double_rate": 2 * optimizer["learning_rate"],
+        "warmup": 2 * max(1, optimizer["warmup_steps"]),
+        "small_std": model["init_std"] / 2,
+        "large_std": 2 * model["init_std"],
+        "decay": optimizer["weight_decay"] / 2,
+    }
 
 
 @dataclass(frozen=True)
 class VanishingGradient(TensorRule):
-    """Gradients (AdamW's moving average of them) are nearly zero."""
+    """Gradients (a block's norm of them, or AdamW's moving average) are nearly zero."""
 
     tensor_kind: ClassVar[str] = "gradient"
     change: ClassVar[str] = (
-        "a higher --init_std, --norm_order=pre, or --precision=bfloat16 instead of float16"
+        "--init_std={large_std:g}, --norm_order=pre, or --precision=bfloat16 instead of float16"
     )
     what: ClassVar[str] = "vanishing gradient"
     threshold: float = 1e-7
@@ -55,6 +69,28 @@ class VanishingGradient(TensorRule):
         # Before the first step's update the average is nothing yet.
         return record["mean_abs"] < self.threshold and record["step"] > 1
 
+    def look(self, run: RunData) -> Finding:
+        tensors, norms = super().look(run), run.train.layer_norms[run.train.kept]
+        model, optimizer = run.config["model"], run.config["optimizer"]
+        if norms.shape[1] < 3 or optimizer["freeze"] or model["lora_rank"]:  # frozen ones have none
+            return tensors
+        # The mean of n absolute values is at most their norm over sqrt(n), and a block has more
+        # than 4 D^2 weights: below this norm the mean is below the threshold for certain.
+        limit = self.threshold * 2 * model["embed_dim"]
+        with np.errstate(invalid="ignore"):
+            low = norms[:, 1:-1] < limit  # (steps, blocks)
+        count = tensors.datapoints + low.size
+        if not low.any() or tensors.triggered:
+            fired = tensors.triggered
+            evidence = tensors.evidence if fired else f"no {self.what} in {count} looks"
+            change = self.change.format(**values_for(run))
+            return self.found(fired, count, tensors.violations, evidence, change)
+        step, block = np.argwhere(low)[0]
+        steps = run.train.columns["step"][run.train.kept]
+        evidence = f"{self.what}: transformer_blocks/{block}, first at step {int(steps[step])}"
+        change = self.change.format(**values_for(run))
+        return self.found(True, count, int(low.sum()), evidence, change)
+
 
 @dataclass(frozen=True)
 class ExplodingTensor(TensorRule):
@@ -62,7 +98,7 @@ class ExplodingTensor(TensorRule):
 
     tensor_kind: ClassVar[str] = "any"
     change: ClassVar[str] = (
-        "a lower --learning_rate, --clip_norm=1, --max_loss, longer --warmup_steps"
+        "--learning_rate={half_rate:g}, --clip_norm=1 or --warmup_steps={warmup}"
     )
     what: ClassVar[str] = "infinite or undefined values"
     only_nan: float = 0
@@ -77,7 +113,7 @@ class ExplodingTensor(TensorRule):
         bad = np.isnan(values) if self.only_nan else ~np.isfinite(values)
         # A skipped update of float16's loss scaling is no fault: the scale then fits.
         bad[1] &= run.train.of("applied") == 1
-        tensors = super().look(run)
+        tensors, change = super().look(run), self.change.format(**values_for(run))
         places = np.flatnonzero(bad.any(axis=0))
         if not len(places):
             return self.found(
@@ -85,18 +121,20 @@ class ExplodingTensor(TensorRule):
                 tensors.datapoints + len(steps),
                 tensors.violations,
                 tensors.evidence if tensors.datapoints else "loss and gradient are finite",
-                self.change,
+                change,
             )
         evidence = f"loss or gradient is not finite, first at step {int(steps[places[0]])}"
         count = tensors.violations + len(places)
-        return self.found(True, tensors.datapoints + len(steps), count, evidence, self.change)
+        return self.found(True, tensors.datapoints + len(steps), count, evidence, change)
 
 
 @dataclass(frozen=True)
 class WeightUpdateRatio(TensorRule):
     """Updates are very large or very small beside the weights."""
 
-    change: ClassVar[str] = "another --learning_rate: lower where the ratio is large"
+    change: ClassVar[str] = (
+        "--learning_rate={half_rate:g} where the ratio is large, {double_rate:g} where it is small"
+    )
     what: ClassVar[str] = "updates out of proportion"
     large_threshold: float = 10.0
     small_threshold: float = 1e-8
@@ -113,7 +151,7 @@ class WeightUpdateRatio(TensorRule):
 class AllZero(TensorRule):
     """All values of a weight that should not be are zero."""
 
-    change: ClassVar[str] = "look at its --init_std, and whether anything reaches it"
+    change: ClassVar[str] = "--init_std={large_std:g}; look whether anything reaches it"
     what: ClassVar[str] = "weights that are all zero"
     threshold: float = 100  # percent
 
@@ -126,7 +164,7 @@ class AllZero(TensorRule):
 class TensorVariance(TensorRule):
     """Values of a weight matrix are all alike, or spread enormously."""
 
-    change: ClassVar[str] = "look at --init_std and --weight_decay"
+    change: ClassVar[str] = "--init_std={small_std:g} or --weight_decay={decay:g}"
     what: ClassVar[str] = "weights without spread, or with too much"
     min_threshold: float = 1e-12
     max_threshold: float = 1e4
@@ -138,30 +176,37 @@ class TensorVariance(TensorRule):
 
 
 @dataclass(frozen=True)
-class DeadRelu(TensorRule):
-    """More than half of a ReLU layer's units give zero nearly always."""
+class ActivationRule(TensorRule):
+    """A rule of units that hardly ever leave where their nonlinearity is flat."""
 
     tensor_kind: ClassVar[str] = "activation"
-    change: ClassVar[str] = "a lower --learning_rate, or --activation=gelu_tanh"
-    what: ClassVar[str] = "dead ReLU layers"
-    threshold_inactivity: float = 1.0  # percent of the inputs below which a unit counts as dead
+    functions: ClassVar[tuple[str, ...]] = ()
+    threshold_inactivity: float = 1.0  # percent of the inputs below which a unit is inactive
     threshold_layer: float = 50.0  # percent of a layer's units
 
     def is_bad(self, record: dict[str, Any]) -> bool:
-        return 100 * record["dead_fraction"] > self.threshold_layer
+        # The percentiles 0 to 100, over the layer's units, of their share of active inputs.
+        active = np.array(record["active_percentiles"])
+        inactive = 100 * float((active < self.threshold_inactivity).mean())
+        return record["function"] in self.functions and inactive > self.threshold_layer
 
 
 @dataclass(frozen=True)
-class SaturatedActivation(TensorRule):
-    """More than half of a layer's units are where their nonlinearity is flat."""
+class DeadRelu(ActivationRule):
+    """More than half of a ReLU layer's units give zero nearly always."""
 
-    tensor_kind: ClassVar[str] = "activation"
-    change: ClassVar[str] = "a smaller --init_std or a lower --learning_rate"
+    functions: ClassVar[tuple[str, ...]] = ("relu",)
+    change: ClassVar[str] = "--learning_rate={half_rate:g}, or --activation=gelu_tanh"
+    what: ClassVar[str] = "dead ReLU layers"
+
+
+@dataclass(frozen=True)
+class SaturatedActivation(ActivationRule):
+    """More than half of a layer's units are nearly always where their nonlinearity is flat."""
+
+    functions: ClassVar[tuple[str, ...]] = ("gelu", "gelu_tanh")
+    change: ClassVar[str] = "--init_std={small_std:g} or --learning_rate={half_rate:g}"
     what: ClassVar[str] = "saturated layers"
-    threshold_layer: float = 50.0
-
-    def is_bad(self, record: dict[str, Any]) -> bool:
-        return 100 * record["saturated_fraction"] > self.threshold_layer
 
 
 @dataclass(frozen=True)
@@ -169,6 +214,7 @@ class UnchangedTensor(Rule):
     """A weight does not change from step to step."""
 
     kind: ClassVar[str] = "tensor"
+    benefit: ClassVar[str] = "no time; steps that learn"
     num_looks: float = 3
 
     def look(self, run: RunData) -> Finding:
@@ -187,7 +233,8 @@ class UnchangedTensor(Rule):
             if names
             else ("every weight changes")
         )
-        return self.found(bool(names), total, len(names), evidence, "a higher --learning_rate")
+        change = f"--learning_rate={values_for(run)['double_rate']:g}"
+        return self.found(bool(names), total, len(names), evidence, change)
 
 
 @dataclass(frozen=True)
@@ -195,6 +242,7 @@ class PoorWeightInitialization(Rule):
     """Weights or gradients of the first steps differ wildly from layer to layer."""
 
     kind: ClassVar[str] = "tensor"
+    benefit: ClassVar[str] = "no time; steps that learn"
     threshold: float = 10.0  # ratio of the largest to the smallest standard deviation
     distribution_range: float = 0.001  # of absolute gradients, from p5 to p95
     patience: float = 5
@@ -228,156 +276,5 @@ class PoorWeightInitialization(Rule):
         elif all_flat:
             evidence = "all gradients of the first steps are nearly zero"
         bad = bool(uneven) or all_flat
-        return self.found(bad, len(first), len(uneven), evidence, "another --init_std")
-
-
-@dataclass(frozen=True)
-class LossNotDecreasing(Rule):
-    """The loss does not fall over some steps."""
-
-    kind: ClassVar[str] = "tensor"
-    num_steps: float = 10
-    diff_percent: float = 0.1
-    increase_threshold_percent: float = 5
-    smoothing: float = 20  # steps in a mean, without which any step's noise is a rise
-
-    def look(self, run: RunData) -> Finding:
-        loss = run.train.of("loss")
-        width = int(max(self.num_steps, self.smoothing))
-        if len(loss) < 2 * width:
-            return self.found(False, len(loss), 0, f"{len(loss)} steps are too few to tell")
-        blocks = loss[: len(loss) // width * width].reshape(-1, width)
-        means = np.array(
-            [
-                block[np.isfinite(block)].mean() if np.isfinite(block).any() else np.inf
-                for block in blocks
-            ]
-        )
-        noise = np.nanstd(np.diff(loss[np.isfinite(loss)])) / np.sqrt(width)
-        fall = means[:-1] - means[1:]
-        flat = fall < self.diff_percent / 100 * np.abs(means[:-1])
-        rises = -fall > self.increase_threshold_percent / 100 * np.abs(means[:-1])
-        # A run that has learned what it can falls more slowly than its noise.
-        stalled = flat & (means[:-1] > means.min() + 2 * noise)
-        bad = bool(rises.any()) or bool(stalled[-3:].all() and len(stalled) >= 3)
-        bad = bad or bool(means[-1] >= means[0] - noise)
-        evidence = f"the mean loss goes from {means[0]:.3f} to {means[-1]:.3f}"
-        if rises.any():
-            step = int(run.train.of("step")[width * (int(np.argmax(rises)) + 1)])
-            evidence += (
-                f"; it rises by more than {self.increase_threshold_percent:g}% near step {step}"
-            )
-        change = "another --learning_rate or longer --warmup_steps; see the source losses"
-        return self.found(bad, len(means), int(flat.sum()), evidence, change)
-
-
-def _validation(run: RunData) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (validation loss, training loss before it) of each evaluation."""
-    steps, loss = run.train.of("step"), run.train.of("loss")
-    pairs = []
-    for record in run.evaluations:
-        before = loss[(steps <= record["step"]) & (steps > record["step"] - 20)]
-        if len(before) and record["loss"] is not None:
-            pairs.append((record["loss"], float(before.mean())))
-    found = np.array(pairs).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
-
-
-@dataclass(frozen=True)
-class Overfit(Rule):
-    """The validation loss is far above the training loss."""
-
-    kind: ClassVar[str] = "tensor"
-    patience: float = 1
-    ratio_threshold: float = 0.1
-
-    def look(self, run: RunData) -> Finding:
-        validation, training = _validation(run)
-        if not len(validation):
-            return self.nothing("no evaluation")
-        ratio = (validation - training) / np.maximum(training, 1e-9)
-        bad = ratio > self.ratio_threshold
-        evidence = (
-            f"at the last evaluation the validation loss is {100 * ratio[-1]:+.1f}% of training's"
-        )
-        fired = bool(bad[-1]) and int(bad.sum()) > self.patience
-        change = "more data, fewer --steps, --dropout=0.1 or a higher --weight_decay"
-        return self.found(fired, len(ratio), int(bad.sum()), evidence, change)
-
-
-@dataclass(frozen=True)
-class Overtraining(Rule):
-    """Neither training nor validation loss gets better any more."""
-
-    kind: ClassVar[str] = "tensor"
-    patience_train: float = 5
-    patience_validation: float = 10
-    delta: float = 0.01
-
-    def look(self, run: RunData) -> Finding:
-        validation, _ = _validation(run)
-        count = int(self.patience_validation)
-        if len(validation) <= count:
-            return self.found(
-                False, len(validation), 0, f"{len(validation)} evaluations are too few"
-            )
-        best = validation[:-count].min()
-        worse = int((validation[-count:] > best - self.delta).sum())
-        evidence = (
-            f"the best validation loss is {validation.min():.4f}, the last {validation[-1]:.4f}"
-        )
-        change = "stop here: the best checkpoint is kept (--keep_best)"
-        return self.found(worse == count, len(validation), worse, evidence, change)
-
-
-@dataclass(frozen=True)
-class StalledTraining(Rule):
-    """Nothing was heard of the run for long, and it has not ended."""
-
-    kind: ClassVar[str] = "tensor"
-    threshold: float = 1800  # seconds
-
-    def look(self, run: RunData) -> Finding:
-        times = np.sort(
-            np.concatenate([run.train.columns["time"], [event["time"] for event in run.events]])
-        )
-        if not len(times):
-            return self.nothing("nothing is recorded")
-        starts = [e["time"] for e in run.events if e["event"] == "start"]
-        gaps = np.diff(times)
-        # Between a stop and the next start nothing is expected.
-        inside = np.array(
-            [not any(a < s <= b for s in starts) for a, b in itertools.pairwise(times)],
-            bool,
-        )
-        longest = float(gaps[inside].max()) if inside.any() else 0.0
-        return self.found(
-            longest > self.threshold,
-            len(times),
-            int((gaps[inside] > self.threshold).sum()) if inside.any() else 0,
-            f"the longest silence was {longest:.1f} s",
-            "see which rank is silent: SIGTERM saves what is there",
-        )
-
-
-@dataclass(frozen=True)
-class NLPSequenceRatio(Rule):
-    """Much of each sequence is padding (or masked), which is computed and not learned."""
-
-    kind: ClassVar[str] = "tensor"
-    threshold: float = 50  # percent
-
-    def look(self, run: RunData) -> Finding:
-        tokens = run.train.of("num_tokens")
-        samples = np.diff(np.concatenate([[0.0], run.train.of("consumed_samples")]))
-        if not len(tokens):
-            return self.nothing("no step is recorded")
-        positions = np.maximum(samples[1:], 1) * run.config["data"]["sequence_length"]
-        share = 100 * (1 - tokens[1:] / positions) if len(tokens) > 1 else np.zeros(1)
-        mean = float(share.mean())
-        fired = mean > self.threshold
-        change = "prepare with --packing=best_fit or join, or a shorter --sequence_length"
-        evidence = f"{mean:.1f}% of the positions are not learned from"
-        return self.found(
-            fired, len(tokens), int((share > self.threshold).sum()), evidence, change, mean / 100
-        )
+        change = f"--init_std={values_for(run)['large_std']:g}, or a smaller one"
+        return self.found(bad, len(first), len(uneven), evidence, change)
