@@ -1,6 +1,6 @@
 """When collectives were in flight: time that a graph notes for itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -94,3 +94,12 @@ def seconds_in_flight(intervals: np.ndarray) -> float:
         total += max(0.0, stop - max(start, reached))
         reached = max(reached, stop)
     return float(total)
+
+
+def joined(recorded: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, np.ndarray]:
+    """Returns the (n, 2) intervals of several functions together, by mesh axis."""
+    by_axis: dict[str, list[np.ndarray]] = {}
+    for intervals in recorded:
+        for axis, pairs in intervals.items():
+            by_axis.setdefault(axis, []).append(pairs.numpy())
+    return {axis: np.concatenate(x) for axis, x in by_axis.items()}

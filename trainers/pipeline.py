@@ -1,7 +1,7 @@
 """Models larger than one device: any mesh of data, pipeline and tensor parallelism on Horovod."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,12 @@ from tfbig.loss_scale import LossScale
 from tfbig.model.gpt import GPT
 from tfbig.model.initialization import part_value
 from tfbig.step_spans import Spans
+from tfbig.together import on_every_rank
 from tfbig.variables import is_trained
 from trainers.agreement import check_equal_ranks
 from trainers.base import Batch, Layout, StateReader, StepResult, Trainer
 from trainers.bucket_plan import plan_buckets
-from trainers.clock import Stopwatch, seconds_in_flight
+from trainers.clock import Stopwatch, joined, seconds_in_flight
 from trainers.collectives import Engine, Group
 from trainers.copied_optimizer import CopiedOptimizer
 from trainers.devices import prepare_devices
@@ -27,7 +28,7 @@ from trainers.mesh import make_mesh, mesh_groups, warn_of_slow_tensor_groups
 from trainers.mesh_decoding import MeshDecoder
 from trainers.partition import choose_partition
 from trainers.pipeline_link import Link
-from trainers.pipeline_program import plan_programs
+from trainers.pipeline_program import plan_programs, simulated_seconds
 from trainers.pipeline_schedule import compute_order, forward_order
 from trainers.pipeline_stage import Chunk
 from trainers.pipeline_stepper import Stepper
@@ -57,22 +58,8 @@ class PipelineTrainer(Trainer):
             gpu = prepare_devices(parallel, self._engine.local_rank, self._engine.local_size)
             check_own_gpu(self._engine, gpu_uuid(gpu))
             check_equal_ranks(self._engine.differs, config)
-            self.mesh = make_mesh(
-                self._engine.size,
-                parallel.pipeline_parallel_degree,
-                parallel.tensor_parallel_degree,
-                parallel.placement_strategy,
-            )
-            sizes = self.mesh.sizes
-            self._microbatch_size = derive_microbatch_size(
-                config.run.global_batch, sizes["data"], parallel.microbatches
-            )
-            self.partition = choose_partition(
-                config,
-                self._microbatch_size,
-                parallel.activation_checkpointing,
-                sizes["data"],
-            )
+            with on_every_rank():
+                self._choose_layout()
         finally:
             self._engine.close()
         self._num_chunks = num_chunks(config)
@@ -82,11 +69,28 @@ class PipelineTrainer(Trainer):
         self.rank, self.size = self._engine.rank, self._engine.size
         self.places = self.mesh.coordinates(self.rank)
         self.data_rank = self.places["data"]
-        self.data_size = self.num_replicas = sizes["data"]
-        self._place, self._degree = self.places["pipeline"], sizes["pipeline"]
+        self.data_size = self.num_replicas = self.mesh.sizes["data"]
+        self._place, self._degree = self.places["pipeline"], self.mesh.sizes["pipeline"]
         self._sort_groups()
         if self.rank == 0:
             warn_of_slow_tensor_groups(self.mesh, self._engine.local_size)
+
+    def _choose_layout(self) -> None:
+        """Chooses the mesh, the microbatches' size and the stages: the same on every rank."""
+        config, parallel = self.config, self.config.parallel
+        self.mesh = make_mesh(
+            self._engine.size,
+            parallel.pipeline_parallel_degree,
+            parallel.tensor_parallel_degree,
+            parallel.placement_strategy,
+        )
+        num_replicas = self.mesh.sizes["data"]
+        self._microbatch_size = derive_microbatch_size(
+            config.run.global_batch, num_replicas, parallel.microbatches
+        )
+        self.partition = choose_partition(
+            config, self._microbatch_size, parallel.activation_checkpointing, num_replicas
+        )
 
     def _sort_groups(self) -> None:
         alone = Group("", [self.rank], None, self.rank)
@@ -237,7 +241,11 @@ class PipelineTrainer(Trainer):
             )
             for place in range(self._degree)
         ]
-        return plan_programs(orders, self._num_chunks)[self._place]
+        programs = plan_programs(orders, self._num_chunks)
+        passes = parallel.microbatches * self._num_chunks
+        # A backward pass takes two forward ones.
+        self._bubble = 1 - passes * (1 + 2) / simulated_seconds(programs)
+        return programs[self._place]
 
     def _forward_program(self, num_pieces: int):
         if num_pieces not in self._forward_programs:
@@ -357,11 +365,15 @@ class PipelineTrainer(Trainer):
 
     def layout(self) -> Layout:
         sizes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.sizes.items())
-        placement = self.config.parallel.placement_strategy
-        return Layout(
-            f"mesh {sizes}; placement {placement}\n{self.partition.table()}",
-            {"mesh": dict(self.mesh.sizes), "stages": self.partition.to_dict()},
-        )
+        parallel, bubble = self.config.parallel, self._bubble
+        lines = [f"mesh {sizes}; placement {parallel.placement_strategy}", self.partition.table()]
+        if self._degree > 1:
+            lines[0] += (
+                f"; bubble {bubble:.1%} of a step if all passes are equal "
+                f"({parallel.pipeline}, {parallel.microbatches} microbatches)"
+            )
+        record = {"mesh": dict(self.mesh.sizes), "stages": self.partition.to_dict()}
+        return Layout("\n".join(lines), record | {"bubble": round(bubble, 4)})
 
     def pass_seconds(self) -> dict[str, float]:
         """Returns the seconds of the last step's "forward" and "backward" passes on this rank."""
@@ -382,12 +394,3 @@ class PipelineTrainer(Trainer):
         recorded, passes = self._intervals, self._stepper.passes
         ran = {kind: np.array(pairs) for kind, pairs in passes.items() if pairs}
         return lambda: joined(recorded) | ran
-
-
-def joined(recorded: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, np.ndarray]:
-    """Returns the (n, 2) intervals of several functions together, by mesh axis."""
-    by_axis: dict[str, list[np.ndarray]] = {}
-    for intervals in recorded:
-        for axis, pairs in intervals.items():
-            by_axis.setdefault(axis, []).append(pairs.numpy())
-    return {axis: np.concatenate(x) for axis, x in by_axis.items()}

@@ -47,6 +47,20 @@ LAYOUTS = [
     Layout("d2t2", 2, 1, 2),
     Layout("d2p2t2", 2, 2, 2),
 ]
+SPREAD = {"placement_strategy": "spread"}  # a rank's neighbours are replicas, not stages
+# Other schedules, placements and chunks, each with SGD in float32; eight layers are two chunks of
+# four ranks, which three microbatches do not fill.
+SCHEDULES = [
+    Layout("p2_simple", 1, 2, 1, 2, {"pipeline": "simple"}),
+    Layout("p4_interleaved", 1, 4, 1, 8, INTERLEAVED),
+    Layout("p4_capped", 1, 4, 1, 4, {"active_microbatches": 1}),
+    Layout("d2p2_interleaved", 2, 2, 1, 4, INTERLEAVED),
+    Layout("p2t2_interleaved", 1, 2, 2, 4, INTERLEAVED | SPREAD),
+    Layout("d2p2t2_interleaved", 2, 2, 2, 4, INTERLEAVED | {"placement_strategy": "TPD"}),
+    Layout("t4_untied", 1, 1, 4),
+    Layout("d2t2_untied", 2, 1, 2, 2, SPREAD),
+]
+UNTIED = (SGD, {"tied_head": False}, 3)
 # Each layout meets every pair of tied and untied, float32 and bfloat16, one and more microbatches.
 VARIANTS = {
     "tied": (SGD, {"tied_head": True}, 3),
@@ -112,8 +126,23 @@ def reference_cases() -> list[dict]:
                         "brief": variant != "tied",
                     }
                 )
+    for layers in sorted({layout.layers for layout in SCHEDULES}):
+        cases.append(untied_case(f"untied_{layers}", {"strategy": "single"}, layers))
     cases += [model_case(name, {"strategy": "single"}) for name in MODELS]
     return cases
+
+
+def untied_case(name: str, layout: dict, layers: int) -> dict:
+    fields, model, microbatches = UNTIED
+    if layout["strategy"] != "single":
+        layout = {**layout, "microbatches": microbatches}
+    return {
+        "name": name,
+        "steps": STEPS,
+        "fields": {**layout, **fields},
+        "model": model_of(model, layers),
+        "brief": True,
+    }
 
 
 def model_case(name: str, layout: dict) -> dict:
@@ -178,7 +207,8 @@ def layout_cases(world: int) -> list[dict]:
             )
         if layout.name == "p2t2":
             cases += [model_case(name, fields_of(layout) | {"microbatches": 4}) for name in MODELS]
-    return cases
+    here = [layout for layout in SCHEDULES if layout.world == world]
+    return cases + [untied_case(one.name, fields_of(one), one.layers) for one in here]
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +249,17 @@ def test_equals_single_in_float32(saw, references, layout):
         np.testing.assert_allclose(
             result[f"sources/{step}"], reference[f"sources/{step}"], rtol=TOLERANCE
         )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", SCHEDULES, ids=lambda layout: layout.name)
+def test_every_schedule_and_placement_equals_single(saw, references, layout):
+    result, reference = saw[layout.name], references[f"untied_{layout.layers}"]
+    assert result["size"] == layout.world and len(result["losses"]) == STEPS
+    assert loss_error(result, reference) < TOLERANCE
+    for prefix in ("gradient/", "state/"):
+        error, path = largest_error(result, reference, prefix)
+        assert error < TOLERANCE, path
 
 
 @pytest.mark.distributed

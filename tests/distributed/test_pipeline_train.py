@@ -29,6 +29,37 @@ def test_the_partition_is_printed_saved_and_can_be_given(tmp_path, small_flags):
     layout = orjson.loads((tmp_path / "run/config.json").read_bytes())["layout"]
     assert layout["mesh"] == {"data": 1, "pipeline": 2, "tensor": 1}
     assert [stage["block_range"] for stage in layout["stages"]] == [[0, 2], [2, 3]]
+    assert "bubble 33.3% of a step" in done.stdout and layout["bubble"] == 0.3333  # 1 / (2 + 2 - 1)
+
+
+# Ends one training after another, each with its mistake, and goes on in the same processes.
+MISTAKES = """
+import os, sys
+from tfbig.train import main
+common, mistakes = sys.argv[1].split(), sys.argv[2:]
+for mistake in mistakes:
+    try:
+        main([*common, *mistake.split()])
+    except SystemExit as end:
+        print("rank", os.environ["HOROVOD_RANK"], "ended with", end.code, flush=True)
+"""
+
+
+@pytest.mark.distributed
+def test_layouts_that_cannot_be_are_one_line_of_rank_0(tmp_path, small_flags):
+    mistakes = {
+        "--pipeline_parallel_degree=3": "2 ranks are no multiple of",
+        "--num_layers=1": "more stages",
+        "--microbatches=4": "microbatches",
+    }
+    common = " ".join([*small_flags, *FLAGS, f"--run_dir={tmp_path / 'run'}"])
+    done = horovodrun(2, ["-c", MISTAKES, common, *mistakes], timeout=240)
+    lines = [line for line in done.stdout.splitlines() if "tfbig train:" in line]
+    assert len(lines) == len(mistakes), done.stdout
+    for line, words in zip(lines, mistakes.values(), strict=True):
+        assert line.startswith("[0]<stderr>:") and words in line, line
+    assert done.stdout.count("ended with 2") == 2 * len(mistakes)
+    assert "Traceback" not in done.stdout and not (tmp_path / "run").exists()
 
 
 @pytest.mark.distributed
