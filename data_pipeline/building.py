@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -136,6 +137,11 @@ def _remove_plan(folder: Path) -> None:
             shutil.rmtree(path)
     for path in (folder / WORK).glob("kept-*"):
         path.unlink()
+    # Parts go once all chunks are tokenized: chunks of other names need them again.
+    for path in (folder / WORK).glob("results/split-*"):
+        parts = [piece["part"] for piece in json.loads(path.read_bytes())["pieces"]]
+        if not all((folder / part).exists() for part in parts if part):
+            path.unlink()
     for path in (folder / WORK).glob("results/chunk-*"):  # a store that a killed end has renamed
         if not (folder / "tokens" / path.stem).is_dir():
             path.unlink()

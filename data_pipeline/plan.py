@@ -23,6 +23,8 @@ _TEXT_OPTIONS = (
     "seed validation_fraction test_fraction min_characters max_characters exclude_source"
     " prompt_field completion_field chat_field max_bad_fraction"
 ).split()
+# Options that neither bytes nor work depend on: hosts that share a folder may differ in them.
+_OF_A_HOST = ("data", "workers", "dry_run")
 _PART_BYTES = 1 << 23  # contents of one zstd frame of a recoded part
 # Text is about so many times its compressed size, for the planning of chunks only.
 _EXPANSION = 3
@@ -44,7 +46,8 @@ class Plan:
 
     def to_bytes(self) -> bytes:
         """Returns the plan's file; equal plans give equal bytes."""
-        config = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
+        names = (name for name in self.config.__dataclass_fields__ if name not in _OF_A_HOST)
+        config = {name: getattr(self.config, name) for name in names}
         values = {
             "settings": self.settings,
             "config": config,
@@ -54,7 +57,7 @@ class Plan:
 
     @classmethod
     def read(cls, folder: Path) -> "Plan":
-        """Returns the plan of a folder that is being prepared."""
+        """Returns the plan of a folder that is being prepared; each host has its own workers."""
         values = json.loads((folder / PLAN).read_bytes())
         options: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value

@@ -23,6 +23,9 @@ _HEARTBEAT = 2.0  # seconds between signs of life
 _DEAD_AFTER = 120.0  # seconds without one after which another process may take an item over
 _POLL = 0.05, 2.0  # seconds between looks at what others do, at first and at most
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PROCESS_IDS = "/proc/self/ns/pid"  # names the space of process ids that a container has of its own
+
 Result = dict[str, Any]
 Item = TypeVar("Item", bound=str)
 
@@ -42,14 +45,14 @@ class WorkFolder:
         self._results, self._claims = self.root / "results", self.root / "claims"
         for path in (self._results, self._claims):
             path.mkdir(parents=True, exist_ok=True)
-        self._owner = f"{socket.gethostname()} {os.getpid()}"
+        self._place = _place()
+        self._owner = f"{self._place} {os.getpid()} {_start_of(os.getpid())}"
         self._claimed: Path | None = None
         self.progress = 0
 
     def temporary(self, name: str) -> Path:
         """Returns a path in the work folder that no other process uses."""
-        host = socket.gethostname().replace("/", "_")
-        return self.root / f"{name}.tmp-{host}-{os.getpid()}"
+        return self.root / f"{name}.tmp-{self._place.replace('/', '_')}-{os.getpid()}"
 
     def is_done(self, item: str) -> bool:
         """Returns whether an item's result is there."""
@@ -73,7 +76,7 @@ class WorkFolder:
         for path in self._claims.iterdir():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 if self._is_alive(path):
-                    found[path.name] = int(path.read_text().split()[2])
+                    found[path.name] = int(path.read_text().split()[3])
         return found
 
     def run(self, items: Sequence[str], perform: Callable[[str], Result]) -> list[Result]:
@@ -120,21 +123,35 @@ class WorkFolder:
         return True
 
     def _is_alive(self, claim: Path) -> bool:
-        """Returns whether the process that holds a claim seems to live."""
+        """Returns whether the process that holds a claim seems to live.
+
+        A process of this machine is asked for, one of another is judged by its signs of life. So is
+        one of another container or of the time before a restart, whatever their host's name is: a
+        process id says nothing there. Where a process's start is known, one that has its id and
+        began at another time is another one.
+        """
         try:
             age = time.time() - claim.stat().st_mtime
-            host, process, *_ = claim.read_text().split()
+        except OSError:
+            return False
+        shows_life = age < _DEAD_AFTER
+        try:
+            place, process, start, *_ = claim.read_text().split()
+            number = int(process)
         except (OSError, ValueError):  # gone, or being written
-            return claim.exists() and time.time() - claim.stat().st_mtime < _DEAD_AFTER
-        if host == socket.gethostname():
-            try:
-                os.kill(int(process), 0)
-            except ProcessLookupError:
-                return False
-            except PermissionError:
-                pass
-            return True
-        return age < _DEAD_AFTER
+            return shows_life and claim.exists()
+        if place != self._place:
+            return shows_life
+        found = _start_of(number)
+        if found != "?":
+            return found == start
+        try:
+            os.kill(number, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return shows_life
 
     @contextlib.contextmanager
     def _alive(self, item: str) -> Any:
@@ -155,6 +172,32 @@ class WorkFolder:
             ended.set()
             thread.join()
             unlink_quietly(path)
+
+
+def _place() -> str:
+    """Returns in what a process id names one process: a host, since its start, and a container."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(_BOOT_ID.read_text().strip()[:8])
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink(_PROCESS_IDS).strip("pid:[]"))
+    return "/".join(parts)
+
+
+def _start_of(process: int) -> str:
+    """Returns when a process of this place began, in the kernel's ticks.
+
+    "none" is one that has ended, though its parent may not have asked yet; "?" where the system
+    does not say.
+    """
+    try:
+        # Its name, in brackets, may hold anything; behind it stand its state and 19 more fields.
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "none" if fields[0] in ("Z", "X") else fields[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return "none" if _BOOT_ID.exists() else "?"
+    except (OSError, IndexError):
+        return "?"
 
 
 def commit_folder(temporary: Path, final: Path) -> None:

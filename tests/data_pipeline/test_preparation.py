@@ -250,6 +250,37 @@ def test_what_is_complete_is_not_done_again(several, tmp_path, monkeypatch):
     assert not set(first) & set(again) and len(again) >= 5
 
 
+def test_what_is_tokenized_serves_another_plan_though_its_parts_are_gone(several, tmp_path):
+    """Parts of large files are removed once all is tokenized, and what follows may fail."""
+    config = dataclasses.replace(several, workers=1, sequence_length=8000, max_bad_fraction=0.1)
+    with pytest.raises(UserError, match="no row of --sequence_length"):
+        prepare(config, quiet)
+    assert not list((tmp_path / "data" / "work").glob("split-*.zst"))
+    # Each of these gives every chunk another name: their text is read again.
+    for changes in ({"seed": 3}, {"tokenizer": "", "vocab_size": 300}):
+        changed = dataclasses.replace(config, **changes)
+        with pytest.raises(UserError, match="no row of --sequence_length"):
+            prepare(changed, quiet)
+    changed = dataclasses.replace(config, validation_fraction=0.3, sequence_length=16)
+    fresh = dataclasses.replace(changed, data=str(tmp_path / "fresh"))
+    assert contents(prepare(changed, quiet)) == contents(prepare(fresh, quiet))
+
+
+def test_hosts_may_differ_in_workers_and_in_the_folders_name(several, tmp_path):
+    config = dataclasses.replace(several, workers=1, sequence_length=8000, chunk_bytes=1 << 30)
+    with pytest.raises(UserError, match="no row of --sequence_length"):
+        prepare(config, quiet)
+    folder = tmp_path / "data"
+    before = {path: path.stat().st_mtime_ns for path in (folder / "work/results").iterdir()}
+    assert before
+    with building(folder, (folder / "work/plan.json").read_bytes()):  # this one is at work
+        other = dataclasses.replace(config, workers=5, data=f"{tmp_path}/./data")
+        result = work(0, other)
+    assert "no row of --sequence_length" in result.stderr, result.stderr
+    after = {path: path.stat().st_mtime_ns for path in (folder / "work/results").iterdir()}
+    assert after == before
+
+
 HUGE = """
 import resource, sys
 from data_pipeline.preparation import prepare
