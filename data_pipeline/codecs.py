@@ -3,10 +3,12 @@
 import bz2
 import contextlib
 import glob
+import io
 import lzma
 import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -74,6 +76,68 @@ class ByteReader:
     def sha256(self) -> str:
         """Digest of the bytes read so far."""
         return self._hash.hexdigest()
+
+
+@dataclass
+class Meter:
+    """How far a file is read that a library reads, whose bytes we don't see.
+
+    Attributes:
+      num_bytes: stored bytes read so far, about.
+    """
+
+    num_bytes: int = 0
+
+
+class RemoteFile(io.RawIOBase):
+    """A file that tf.io.gfile opens, with all that libraries ask of a file of Python's own.
+
+    Args:
+      path: a URL.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._file = gfile().GFile(path, "rb")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with _errors_of_the_system():
+            self._file.seek(offset, whence)
+        return self.tell()
+
+    def tell(self) -> int:
+        with _errors_of_the_system():
+            return int(self._file.tell())
+
+    def readinto(self, buffer: Any) -> int:
+        with _errors_of_the_system():
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@contextlib.contextmanager
+def _errors_of_the_system() -> Iterator[None]:
+    """Turns TensorFlow's errors into those that libraries expect of a file."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if type(error).__module__.startswith("tensorflow"):
+            raise OSError(_first_line(error)) from None
+        raise
 
 
 def is_remote(path: str) -> bool:

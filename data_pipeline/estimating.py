@@ -8,6 +8,7 @@ import numpy as np
 from data_pipeline.documents import ReadCounts, filtered
 from data_pipeline.encoders import TokenEncoder
 from data_pipeline.input_files import TOKEN_FORMS, InputFile
+from data_pipeline.plan import Plan
 from data_pipeline.reading import Piece, PieceReader
 from data_pipeline.shards import RecordLayout, row_features
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
@@ -56,7 +57,7 @@ def estimate(
     shard_bytes = num_tokens / config.sequence_length * _row_bytes(config, tokenizer)
     store_bytes = num_tokens * tokenizer.dtype.itemsize
     seconds = (read_seconds + 2 * encode_seconds) * factor  # shards take about as long again
-    split = _largest_share(config, inputs)
+    split = Plan({}, config, inputs).num_recoded_bytes()
     say(
         f"estimated from {text_bytes / 1e6:.1f} MB of text in {len(texts):,} documents of "
         f"{min(len(inputs), _SAMPLED_INPUTS)} of {len(inputs):,} files:\n"
@@ -100,14 +101,3 @@ def _sample(config: PrepareConfig, inputs: list[InputFile]) -> tuple[list[str], 
         else:
             stored += item.num_bytes
     return texts, counts, stored
-
-
-def _largest_share(config: PrepareConfig, inputs: list[InputFile]) -> float:
-    """Returns the bytes of recoded parts: compressed files of more text than two chunks."""
-    return float(
-        sum(
-            item.num_bytes
-            for item in inputs
-            if item.form == "lines" and item.codec and 3 * item.num_bytes > 2 * config.chunk_bytes
-        )
-    )

@@ -1,9 +1,10 @@
 """Parquet files of documents, as FineWeb's; needs the extra `parquet` (pyarrow)."""
 
+import io
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
-from data_pipeline.codecs import check_is_no_pointer, gfile, is_remote, open_binary
+from data_pipeline.codecs import Meter, RemoteFile, check_is_no_pointer, is_remote, open_binary
 from data_pipeline.input_files import InputFile
 from tfbig.errors import UserError
 
@@ -21,11 +22,10 @@ def _pyarrow() -> Any:
 
 
 def _open(item: InputFile) -> Any:
-    source: str | IO[bytes] = item.path
-    if is_remote(item.path):
-        source = gfile().GFile(item.path, "rb")
     pyarrow = _pyarrow()
     try:
+        remote = is_remote(item.path)
+        source = io.BufferedReader(RemoteFile(item.path)) if remote else item.path
         return pyarrow.parquet.ParquetFile(source)
     except (pyarrow.ArrowException, OSError) as error:
         with open_binary(item.path) as file:
@@ -46,13 +46,16 @@ def row_group_ranges(item: InputFile, chunk_bytes: int) -> list[tuple[int, int]]
     return ranges or [(0, 0)]
 
 
-def parquet_records(item: InputFile, start: int, stop: int) -> Iterator[tuple[str, Any]]:
+def parquet_records(
+    item: InputFile, start: int, stop: int, meter: Meter
+) -> Iterator[tuple[str, Any]]:
     """Yields (place, record) of row groups [start, stop).
 
     Args:
       item: the file.
       start: first row group.
       stop: row group after the last; -1 means all that follow.
+      meter: is set to these rows' share of the file.
 
     Raises:
       UserError: the file is damaged or lacks a column.
@@ -73,11 +76,12 @@ def parquet_records(item: InputFile, start: int, stop: int) -> Iterator[tuple[st
             "--text_field."
         )
     groups = list(range(start, file.metadata.num_row_groups if stop < 0 else stop))
-    number = 1 + sum(file.metadata.row_group(group).num_rows for group in range(start))
+    number = first = 1 + sum(file.metadata.row_group(group).num_rows for group in range(start))
     try:
         columns = [name for name in known if name in tops]
         for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns):
             for record in batch.to_pylist():
+                meter.num_bytes = item.num_bytes * (number + 1 - first) // file.metadata.num_rows
                 yield f"row {number}", record
                 number += 1
     except (pyarrow.ArrowException, OSError) as error:

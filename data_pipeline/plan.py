@@ -2,19 +2,16 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zstandard
-
-from data_pipeline.codecs import ByteReader, decompress, is_remote, split_lines
+from data_pipeline.codecs import is_remote
 from data_pipeline.documents import DOCUMENT_HASH
 from data_pipeline.input_files import InputFile
-from data_pipeline.reading import Piece
-from data_pipeline.work import FOLDER, Result, WorkFolder
+from data_pipeline.reading import Piece, zip_member_ranges
+from data_pipeline.work import FOLDER, Result
 from tfbig.config import PrepareConfig
 
 PLAN = f"{FOLDER}/plan.json"
@@ -25,7 +22,7 @@ _TEXT_OPTIONS = (
 ).split()
 # Options that neither bytes nor work depend on: hosts that share a folder may differ in them.
 _OF_A_HOST = ("data", "workers", "dry_run")
-_PART_BYTES = 1 << 23  # contents of one zstd frame of a recoded part
+SPLIT_FORMS = ("lines", "json", "lengths", "tar")  # read from the beginning on
 # Text is about so many times its compressed size, for the planning of chunks only.
 _EXPANSION = 3
 
@@ -78,13 +75,18 @@ class Plan:
         return max(1, -(-num_bytes // self.config.chunk_bytes))
 
     def large_inputs(self) -> dict[str, int]:
-        """Returns the splitting stage: {item: input} of files of lines that are much text."""
+        """Returns the splitting stage: {item: input} of files of records that are much text."""
         options = {"chunk_bytes": self.config.chunk_bytes}
         return {
             f"split-{self._name_of([Piece(number)], options)}": number
             for number, item in enumerate(self.inputs)
-            if item.form == "lines" and _text_bytes(item) > 2 * self.config.chunk_bytes
+            if item.form in SPLIT_FORMS and _text_bytes(item) > 2 * self.config.chunk_bytes
         }
+
+    def num_recoded_bytes(self) -> int:
+        """Returns about what the parts of recoded inputs take on disk."""
+        large = (self.inputs[number] for number in self.large_inputs().values())
+        return sum(item.num_bytes for item in large if is_recoded(item))
 
     def chunks(self, splits: Mapping[int, Result]) -> list[list[Piece]]:
         """Returns the pieces of each chunk.
@@ -142,6 +144,8 @@ def _ranges(item: InputFile, chunk_bytes: int) -> list[tuple[int, int]]:
         from data_pipeline.parquet_source import row_group_ranges
 
         return row_group_ranges(item, chunk_bytes)
+    if item.form == "zip":
+        return zip_member_ranges(item, chunk_bytes)
     if item.form == "tfds":
         from data_pipeline.tfds_source import example_ranges
 
@@ -153,82 +157,6 @@ def _ranges(item: InputFile, chunk_bytes: int) -> list[tuple[int, int]]:
     return [(0, -1)]
 
 
-def split_input(plan: Plan, item_name: str, folder: Path, work: WorkFolder) -> Result:
-    """Cuts a large file of lines into pieces that are read apart.
-
-    Plain files are only measured; compressed ones, which are read from their beginning alone, are
-    recoded in parts with checksums.
-
-    Returns:
-      {"pieces": ..., "sha256": of the file, "bytes": of the file}
-    """
-    number = plan.large_inputs()[item_name]
-    item = plan.inputs[number]
-    reader = ByteReader(item.path)
-    if item.codec or is_remote(item.path):
-        pieces = _recode(item, item_name, number, reader, folder, plan.config.chunk_bytes, work)
-    else:
-        pieces = _measure(number, reader, plan.config.chunk_bytes, work)
-    return {
-        "pieces": [piece.to_json() for piece in pieces],
-        "sha256": reader.sha256,
-        "bytes": reader.num_bytes,
-    }
-
-
-def _measure(number: int, reader: ByteReader, chunk_bytes: int, work: WorkFolder) -> list[Piece]:
-    """Returns ranges of bytes that begin and end with lines."""
-    pieces: list[Piece] = []
-    start = at = 0  # of the piece, of the chunk that was read
-    first = line = 1  # numbers of the piece's first line and of the next one
-    for chunk in reader:
-        counted, end = 0, 0
-        while end >= 0:
-            end = chunk.find(b"\n", max(0, start + chunk_bytes - 1 - at))
-            if end >= 0:
-                line += chunk.count(b"\n", counted, end + 1)
-                counted = end + 1
-                pieces.append(Piece(number, start, at + counted, first))
-                start, first = at + counted, line
-        line += chunk.count(b"\n", counted)
-        at += len(chunk)
-        work.progress = at
-    if at > start or not pieces:
-        pieces.append(Piece(number, start, at, first))
-    return pieces
-
-
-def _recode(
-    item: InputFile,
-    name: str,
-    number: int,
-    reader: ByteReader,
-    folder: Path,
-    chunk_bytes: int,
-    work: WorkFolder,
-) -> list[Piece]:
-    """Writes parts of about `chunk_bytes` of lines each, as zstd frames with checksums."""
-    pieces: list[Piece] = []
-    lines = split_lines(decompress(iter(reader), item.codec, item.name))
-    first, line = 1, next(lines, None)
-    while line is not None or not pieces:
-        part = f"{FOLDER}/{name}-{len(pieces):05d}.zst"
-        temporary = work.temporary(name)
-        compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
-        last, size = first, 0
-        with open(temporary, "wb") as file:
-            while line is not None and size < chunk_bytes:
-                waiting, room = [], 0
-                while line is not None and room < _PART_BYTES and size + room < chunk_bytes:
-                    waiting.append(line)
-                    room += len(line) + 1
-                    line = next(lines, None)
-                file.write(compressor.compress(b"\n".join([*waiting, b""])))
-                size, last = size + room, last + len(waiting)
-                work.progress = reader.num_bytes
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / part)
-        pieces.append(Piece(number, 0, -1, first, part))
-        first = last
-    return pieces
+def is_recoded(item: InputFile) -> bool:
+    """Returns whether a large input's parts are files of their own, not ranges of it."""
+    return bool(item.codec) or item.form == "tar" or is_remote(item.path)

@@ -1,5 +1,6 @@
 """Input files to documents: one reader for every form that records come in."""
 
+import contextlib
 import os
 import tarfile
 import zipfile
@@ -13,6 +14,7 @@ from data_pipeline.chat import to_documents
 from data_pipeline.codecs import (
     ByteReader,
     ForwardFile,
+    Meter,
     check_is_no_pointer,
     codec_of,
     decompress,
@@ -30,9 +32,9 @@ from data_pipeline.documents import (
     parse_json,
 )
 from data_pipeline.input_files import InputFile, suffix_form
-from tfbig.durable_file import digest_file
 from tfbig.errors import UserError
 
+_READ_BY_LIBRARIES = ("parquet", "zip")  # files whose bytes we don't see
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DAT_LENGTH_DIGITS = 16  # lm_dataformat's DAT archives: a decimal length, then so many bytes
 
@@ -75,8 +77,9 @@ class PieceReader:
       folder: of the data, which recoded parts lie in.
 
     Attributes:
-      num_bytes: stored bytes read so far.
-      sha256: of the whole file, once a whole piece has been read; else "".
+      num_bytes: stored bytes read so far; of what a library reads, the records' share.
+      sha256: of the whole file, once a whole piece has been read, or the first one of a file that
+        a library reads; else "".
     """
 
     def __init__(self, item: InputFile, piece: Piece, counts: ReadCounts, folder: str = "") -> None:
@@ -84,13 +87,14 @@ class PieceReader:
         path = os.path.join(folder, piece.part) if piece.part else item.path
         start, stop = (0, -1) if piece.part else (piece.start, piece.stop)
         self._path, self._codec = path, ".zst" if piece.part else item.codec
-        self._bytes = ByteReader(path, start, stop)
-        self._form = "lines" if piece.part else item.form
+        self._bytes, self._meter = ByteReader(path, start, stop), Meter()
+        # A part of a .json file is one of lines: an array is never cut.
+        self._form = "lines" if item.form == "json" and not piece.is_whole else item.form
         self.sha256 = ""
 
     @property
     def num_bytes(self) -> int:
-        return self._bytes.num_bytes
+        return self._bytes.num_bytes + self._meter.num_bytes
 
     def __iter__(self) -> Iterator[Document]:
         yield from self._documents(self._records())
@@ -134,11 +138,13 @@ class PieceReader:
 
     def _hash(self) -> None:
         item = self._item
-        if self._piece.is_whole:
-            if self._bytes.num_bytes:
-                self.sha256 = self._bytes.sha256
-            elif item.form not in ("tfds",):
-                self.sha256 = digest_file(self._path).sha256
+        if self._piece.is_whole and item.form not in (*_READ_BY_LIBRARIES, "tfds"):
+            self.sha256 = self._bytes.sha256
+        elif self._piece.start == 0 and not self._piece.part and item.form in _READ_BY_LIBRARIES:
+            reader = ByteReader(item.path)
+            for _ in reader:
+                pass
+            self.sha256 = reader.sha256
 
     def _records(self) -> Iterator[tuple[str, Any]]:
         """Yields (place, parsed record or what is wrong with it)."""
@@ -146,13 +152,13 @@ class PieceReader:
         if item.form == "parquet":
             from data_pipeline.parquet_source import parquet_records
 
-            yield from parquet_records(item, piece.start, piece.stop)
+            yield from parquet_records(item, piece.start, piece.stop, self._meter)
         elif item.form == "tfds":
             from data_pipeline.tfds_source import tfds_records
 
-            yield from tfds_records(item, piece.start, piece.stop)
+            yield from tfds_records(item, piece.start, piece.stop, self._meter)
         elif item.form == "zip":
-            yield from _zip_records(self._path, item.name)
+            yield from _zip_records(item, piece.start, piece.stop, self._meter)
         else:
             yield from _stream_records(self._form, self._contents(), item, piece.first_record)
 
@@ -170,7 +176,8 @@ def _stream_records(
     elif form == "text":
         yield "", _decoded(b"".join(chunks))
     elif form == "lengths":
-        yield from _length_prefixed_records(chunks, item.name)
+        for number, (_, data) in enumerate(length_prefixed(chunks, item.name), first_record):
+            yield f"record {number}", _decoded(data)
     elif form == "tar":
         yield from _tar_records(chunks, item)
     else:
@@ -197,11 +204,7 @@ def _parsed(line: bytes) -> Any:
 
 def _json_records(chunks: Iterator[bytes], name: str) -> Iterator[tuple[str, Any]]:
     """Yields the records of a .json file, which may be one array, or hold a record a line."""
-    start = b""
-    for chunk in chunks:
-        start += chunk
-        if start.removeprefix(_BYTE_ORDER_MARK).strip():
-            break
+    start = _beginning(chunks)
     everything = _chained(start, chunks)
     if start.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] != b"[":
         yield from _line_records(split_lines(everything), 1)
@@ -216,12 +219,32 @@ def _json_records(chunks: Iterator[bytes], name: str) -> Iterator[tuple[str, Any
         yield f"record {number}", value
 
 
+def _beginning(chunks: Iterator[bytes]) -> bytes:
+    """Returns the first bytes up to the first chunk with anything but white space in it."""
+    start = b""
+    for chunk in chunks:
+        start += chunk
+        if start.removeprefix(_BYTE_ORDER_MARK).strip():
+            break
+    return start
+
+
+def begins_an_array(chunks: Iterator[bytes]) -> bool:
+    """Returns whether a .json file is one array of records, not a record a line."""
+    return _beginning(chunks).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
+
+
 def _chained(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
     yield first
     yield from rest
 
 
-def _length_prefixed_records(chunks: Iterator[bytes], name: str) -> Iterator[tuple[str, Any]]:
+def length_prefixed(chunks: Iterator[bytes], name: str) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the length, as it is written, and the text of each record of an archive of texts.
+
+    Raises:
+      UserError: it is cut short, or no such archive.
+    """
     file, number = ForwardFile(chunks), 0
     while header := file.read(_DAT_LENGTH_DIGITS):
         number += 1
@@ -230,7 +253,7 @@ def _length_prefixed_records(chunks: Iterator[bytes], name: str) -> Iterator[tup
         data = file.read(int(header))
         if len(data) < int(header):
             raise UserError(f"{name} is cut short within record {number}.")
-        yield f"record {number}", _decoded(data)
+        yield header, data
 
 
 def _decoded(data: bytes) -> str | BadRecord:
@@ -245,33 +268,82 @@ def _decoded(data: bytes) -> str | BadRecord:
 
 def _tar_records(chunks: Iterator[bytes], item: InputFile) -> Iterator[tuple[str, Any]]:
     """Yields what the members of an archive hold; a member of no known kind is one text."""
-    stream = ForwardFile(chunks)
+    with intact_tar(item.name):
+        for member, file in tar_members(chunks, item):
+            yield from _member_records(member.name, file, item)
+
+
+@contextlib.contextmanager
+def intact_tar(name: str) -> Iterator[None]:
+    """Says in one line what is wrong with an archive whose members are read in the block."""
     try:
-        with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
-            for member in archive:
-                file = archive.extractfile(member) if member.isfile() else None
-                if file is not None:
-                    yield from _member_records(member.name, file, item)
+        yield
     except tarfile.TarError as error:
-        raise UserError(f"{item.name} is no intact tar archive: {error}") from None
+        raise UserError(f"{name} is no intact tar archive: {error}") from None
+
+
+def tar_members(chunks: Iterator[bytes], item: InputFile) -> Iterator[tuple[tarfile.TarInfo, Any]]:
+    """Yields the members of an archive that are files, with what they are read from, in turn.
+
+    Raises:
+      UserError: it is cut short behind the last member.
+      tarfile.TarError: it is damaged.
+    """
+    stream = ForwardFile(chunks)
+    with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
+        for member in archive:
+            file = archive.extractfile(member) if member.isfile() else None
+            if file is not None:
+                yield member, file
     while stream.read(1 << 18):
         pass
     if stream.last.strip(b"\0") or len(stream.last) < 1024:  # two empty blocks end an archive
         raise UserError(f"{item.name} is cut short: it has no end-of-archive mark.")
 
 
-def _zip_records(path: str, name: str) -> Iterator[tuple[str, Any]]:
+def _zip_records(item: InputFile, start: int, stop: int, meter: Meter) -> Iterator[tuple[str, Any]]:
+    """Yields what members [start, stop) of an archive hold; -1 means all that follow."""
+    name, done = item.name, 0
     try:
-        with open_binary(path) as opened:
-            check_is_no_pointer(opened.read(64), name)
-        with open_binary(path) as opened, zipfile.ZipFile(opened) as archive:
-            for member in archive.infolist():
-                if not member.is_dir():
-                    with archive.open(member) as file:
-                        yield from _member_records(member.filename, file, InputFile(path, name))
+        with _opened_zip(item) as archive:
+            members = archive.infolist()
+            for member in members[start : len(members) if stop < 0 else stop]:
+                if member.is_dir():
+                    continue
+                with archive.open(member) as file:
+                    for record in _member_records(member.filename, file, item):
+                        share = member.compress_size * file.tell() // max(1, member.file_size)
+                        meter.num_bytes = done + share
+                        yield record
+                done += member.compress_size
+                meter.num_bytes = done
     # NotImplementedError is zipfile's for a compression or encryption that it does not know.
     except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
         raise UserError(f"{name} is no intact zip archive: {error}") from None
+
+
+@contextlib.contextmanager
+def _opened_zip(item: InputFile) -> Iterator[zipfile.ZipFile]:
+    with open_binary(item.path) as opened:
+        check_is_no_pointer(opened.read(64), item.name)
+    with open_binary(item.path) as opened, zipfile.ZipFile(opened) as archive:
+        yield archive
+
+
+def zip_member_ranges(item: InputFile, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Returns ranges of an archive's members, each of about `chunk_bytes` or of one member."""
+    try:
+        with _opened_zip(item) as archive:
+            sizes = [member.file_size for member in archive.infolist()]
+    except zipfile.BadZipFile:
+        return [(0, -1)]  # whoever reads it says so
+    ranges, start, size = [], 0, 0
+    for number, num_bytes in enumerate(sizes, 1):
+        size += num_bytes
+        if size >= chunk_bytes or number == len(sizes):
+            ranges.append((start, number))
+            start, size = number, 0
+    return ranges or [(0, -1)]
 
 
 def _member_records(member: str, file: Any, item: InputFile) -> Iterator[tuple[str, Any]]:

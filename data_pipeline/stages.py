@@ -1,6 +1,7 @@
 """The stages of a preparation, as any number of processes go through them."""
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,13 @@ from data_pipeline.account import (
 from data_pipeline.building import finish_building, remove_other_shards
 from data_pipeline.duplicates import mark_duplicates
 from data_pipeline.encoders import TokenEncoder
-from data_pipeline.plan import Plan, split_input
+from data_pipeline.plan import SPLIT_FORMS, Plan
 from data_pipeline.progress import shown
 from data_pipeline.reading import Piece
 from data_pipeline.sharding import Shard, ShardMaker, plan_shards
 from data_pipeline.shards import RecordLayout, row_features
 from data_pipeline.shuffling import PartStores, order_part
+from data_pipeline.splitting import split_input
 from data_pipeline.tokenizer import Tokenizer, read_tokenizer_file, train_tokenizer
 from data_pipeline.tokenizing import (
     STORE_FOLDER,
@@ -137,7 +139,11 @@ class Stages:
         self, chunks: list[list[Piece]], items: list[str], tokenizer: Tokenizer
     ) -> dict[str, Result]:
         by_item = dict(zip(items, chunks, strict=True))
-        sizes = {item: sum(map(self._size, pieces)) for item, pieces in by_item.items()}
+        numbers = Counter(piece.number for pieces in chunks for piece in pieces)
+        sizes = {
+            item: sum(self._size(piece, numbers[piece.number]) for piece in pieces)
+            for item, pieces in by_item.items()
+        }
         known = self.known_encoder if tokenizer is self.known_tokenizer else None
         perform = ChunkTokenizer(
             self.plan, by_item, self.folder, self.work, tokenizer, self.num_threads, known
@@ -148,14 +154,15 @@ class Stages:
             self.tell(f"  warning: {warning}")
         return found
 
-    def _size(self, piece: Piece) -> int:
+    def _size(self, piece: Piece, num_pieces: int) -> int:
+        """Returns the stored bytes of a piece of an input of so many."""
         item = self.plan.inputs[piece.number]
         if piece.part:
             path = self.folder / piece.part
             return path.stat().st_size if path.exists() else 0
-        if piece.stop > 0 and item.form == "lines":
+        if piece.stop > 0 and item.form in SPLIT_FORMS:
             return piece.stop - piece.start
-        return item.num_bytes
+        return item.num_bytes // num_pieces
 
     def _parts(self, tokenized: dict[str, Result]) -> list[PartStores]:
         names = {

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from data_pipeline.codecs import Meter
 from data_pipeline.input_files import InputFile, RecordFormat
 from tfbig.errors import UserError
 
@@ -63,18 +64,28 @@ def example_ranges(item: InputFile, chunk_bytes: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
-def tfds_records(item: InputFile, start: int, stop: int) -> Iterator[tuple[str, Any]]:
-    """Yields (place, record) of examples [start, stop) of a split, in the stored order."""
+def tfds_records(item: InputFile, start: int, stop: int, meter: Meter) -> Iterator[tuple[str, Any]]:
+    """Yields (place, record) of examples [start, stop) of a split, in the stored order.
+
+    Args:
+      item: the split.
+      start: first example.
+      stop: example after the last one; -1 means all that follow.
+      meter: is set to these examples' share of the split.
+    """
     import tensorflow_datasets as tfds
 
     split = item.name.rpartition(":")[2]
     end = "" if stop < 0 else str(stop)
-    dataset = _builder(item.path).as_dataset(
+    builder = _builder(item.path)
+    num_examples = builder.info.splits[split].num_examples
+    dataset = builder.as_dataset(
         split=f"{split}[{start}:{end}]",
         shuffle_files=False,
         read_config=tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False),
     )
     for number, example in enumerate(tfds.as_numpy(dataset), start + 1):
+        meter.num_bytes = item.num_bytes * (number - start) // num_examples
         yield f"example {number}", _plain(example)
 
 

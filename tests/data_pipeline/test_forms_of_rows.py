@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import zipfile
 
 import numpy as np
 import pytest
@@ -239,6 +241,24 @@ def test_a_dry_run_estimates_and_writes_nothing(with_tokenizer, corpus, tmp_path
     exact = sum(c["tokens"] + c["dropped_tokens"] for split in counts for c in split)
     assert f"tokens     {exact:,}" in text
     assert SEQUENCE_LENGTH == data.sequence_length
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.zip"])
+def test_a_dry_run_knows_how_much_of_a_library_s_file_it_read(with_tokenizer, tmp_path, name):
+    """More text than the sample: the rest is estimated from the share that was read."""
+    texts = [f"{n}: " + "some words of a text " * 60 for n in range(4000)]
+    if name == "a.parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet")
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name)
+    else:
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("a.jsonl", "".join(json.dumps({"text": t}) + "\n" for t in texts))
+    said = []
+    config = dataclasses.replace(with_tokenizer, source=str(tmp_path / name), dry_run=True)
+    prepare(config, said.append)
+    (found,) = re.findall(r"documents  ([\d,]+)", "\n".join(said))
+    assert 3000 < int(found.replace(",", "")) < 5000
 
 
 def test_replies_of_a_conversation_are_learned_and_what_precedes_them_is_read(

@@ -338,8 +338,9 @@ def test_text_is_split_alike_by_size_and_by_line(several, tmp_path):
     """Large files, compressed or not, are cut into pieces; every line is in one of them."""
     from data_pipeline.documents import ReadCounts
     from data_pipeline.input_files import find_inputs
-    from data_pipeline.plan import Plan, split_input
+    from data_pipeline.plan import Plan
     from data_pipeline.reading import Piece, PieceReader
+    from data_pipeline.splitting import split_input
     from data_pipeline.work import WorkFolder
 
     inputs = find_inputs(several.source)

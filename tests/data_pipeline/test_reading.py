@@ -1,5 +1,7 @@
 import bz2
+import dataclasses
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -416,6 +418,56 @@ def test_remote_paths_are_read_through_tensorflow():
         list(read_documents(InputFile("ram://nothing/a.jsonl", "a"), ReadCounts()))
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.zip"])
+def test_files_that_a_library_reads_may_be_remote(tmp_path, name):
+    tf = pytest.importorskip("tensorflow")
+    if name == "a.parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet")
+        table = pyarrow.table({"text": [f"text {n}" for n in range(5000)]})
+        pyarrow.parquet.write_table(table, tmp_path / name, row_group_size=1000)
+    else:
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            for n in range(5000):
+                archive.writestr(f"{n}.txt", f"text {n}")
+    data = (tmp_path / name).read_bytes()
+    tf.io.gfile.makedirs("ram://archives")
+    with tf.io.gfile.GFile(f"ram://archives/{name}", "wb") as file:
+        file.write(data)
+    (item,) = find_inputs(f"fineweb:ram://archives/{name}")
+    for piece in (Piece(0), Piece(0, 0, 2)):
+        (local,) = find_inputs(f"fineweb:{tmp_path / name}")
+        expected, found = PieceReader(local, piece, ReadCounts()), None
+        found = PieceReader(item, piece, ReadCounts())
+        assert list(found) == list(expected) and found.num_bytes
+        assert found.sha256 == expected.sha256 == hashlib.sha256(data).hexdigest()
+    with tf.io.gfile.GFile(f"ram://archives/{name}", "wb") as file:
+        file.write(data[:-20])
+    with pytest.raises(UserError, match=r"ram://archives/a.* is no intact"):
+        list(PieceReader(item, Piece(0), ReadCounts()))
+    missing = dataclasses.replace(item, path=f"ram://archives/none/{name}")
+    with pytest.raises(UserError, match="cannot read ram://archives/none/a"):
+        list(PieceReader(missing, Piece(0), ReadCounts()))
+
+
+def test_how_far_a_file_is_read_that_a_library_reads(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    texts = [f"text {n} " * 50 for n in range(4000)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.jsonl", b"\n".join(line(text) for text in texts))
+    for name in ("a.parquet", "a.zip"):
+        (item,) = find_inputs(f"fineweb:{tmp_path / name}")
+        reader = PieceReader(item, Piece(0), ReadCounts())
+        documents = iter(reader)
+        for _ in range(len(texts) // 2):
+            next(documents)
+        assert 0.4 * item.num_bytes < reader.num_bytes < 0.65 * item.num_bytes
+        assert len(list(documents)) == len(texts) // 2
+        assert 0.95 * item.num_bytes < reader.num_bytes <= item.num_bytes
+
+
 def test_tfds_datasets(tmp_path, monkeypatch):
     tfds = pytest.importorskip("tensorflow_datasets")
     pytest.importorskip("tensorflow")
@@ -443,7 +495,11 @@ def test_tfds_datasets(tmp_path, monkeypatch):
     SmallText(data_dir=tmp_path).download_and_prepare()
     test, train = find_inputs("tfds:small_text")
     assert (test.split, train.split) == ("test", "train")
-    documents = list(PieceReader(train, Piece(0), ReadCounts()))
+    reader = PieceReader(train, Piece(0), ReadCounts())
+    documents = [next(iterator := iter(reader))]
+    assert reader.num_bytes == train.num_bytes // 7
+    documents += iterator
+    assert reader.num_bytes == train.num_bytes
     assert sorted(d.text for d in documents) == [f"text {n}" for n in range(7)]
     assert {d.source for d in documents} == {"small_text"}
     from data_pipeline.tfds_source import example_ranges
