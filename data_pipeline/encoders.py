@@ -5,7 +5,9 @@ a sample of every input is encoded both ways, and a backend that differs is drop
 """
 
 import json
-from collections.abc import Sequence
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,8 +16,12 @@ from data_pipeline.tokenizer import GPT2_PATTERN, Tokenizer
 from tfbig.errors import UserError
 
 BACKENDS = ("gigatoken", "tiktoken", "tokenizers")  # fastest first
+_INSTALL = {
+    "gigatoken": " (python -m pip install 'tfbig[gigatoken]')",
+    "tiktoken": " (python -m pip install tiktoken)",
+}
 # Text of an input on which a backend must agree with the library: so much at most, all of it until
-# so much is compared, and later a share, for the library would take longer than everything else.
+# so much of the chunk is compared, and then a share: the library would take longer than all else.
 _GATE_CHARACTERS = 1 << 16
 _GATE_SHARE, _GATE_LEAST = 64, 256
 # A document is cut into pieces of about this many characters, encoded apart and joined. Memory and
@@ -43,6 +49,7 @@ class TokenEncoder:
 
     Attributes:
       name: of the backend in use.
+      notes: why faster ones are not.
     """
 
     def __init__(self, tokenizer: Tokenizer, wanted: str = "auto") -> None:
@@ -52,9 +59,21 @@ class TokenEncoder:
             "tiktoken": _tiktoken_backend,
             "tokenizers": _library_backend,
         }
+        # The library, which all are compared with, takes the place of one that is dropped.
+        self._candidates = BACKENDS if wanted == "auto" else (wanted, "tokenizers")
+        self._made: dict[str, _Backend | None] = {}  # None cannot be had
+        self.notes: list[str] = []
+        self._use_from(0, may_fail=wanted == "auto")
+        self._first = self._place
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a chunk: what was compared and dropped in others counts no more.
+
+        So a chunk's ids are a function of what is in it, whichever process takes it after which.
+        """
         self._num_compared = 0  # characters
-        self._candidates = list(BACKENDS) if wanted == "auto" else [wanted]
-        self._use_next(wanted != "auto")
+        self._use_from(self._first)
 
     def encode(
         self, texts: Sequence[str], num_threads: int = 1, data: Sequence[bytes] | None = None
@@ -92,30 +111,38 @@ class TokenEncoder:
             if same and np.array_equal(ids, np.concatenate(expected)):
                 break
             dropped = self.name
-            self._candidates = [*self._candidates, "tokenizers"]
-            self._use_next(False)
+            self._use_from(self._place + 1)
             said = f"{dropped}'s ids differ from the tokenizers library's: {self.name} is used"
         return said
 
-    def _use_next(self, by_name: bool) -> None:
-        """Takes the next backend that can be had."""
-        while True:
-            name = self._candidates.pop(0)
-            try:
-                self._backend: _Backend = self._makers[name](self._tokenizer)
-            except (ImportError, UserError) as error:
-                if by_name or not self._candidates:
-                    raise UserError(f"--encoder={name} cannot be used: {error}") from None
-                continue
-            self.name = name
-            return
+    def _use_from(self, place: int, may_fail: bool = True) -> None:
+        """Takes the first backend that can be had from a place among the candidates on."""
+        for number, name in enumerate(self._candidates[place:], place):
+            if name not in self._made:
+                self._made[name] = self._make(name, may_fail)
+            if (found := self._made[name]) is not None:
+                self._backend, self.name, self._place = found, name, number
+                return
+        raise AssertionError("the tokenizers library itself cannot fail")
+
+    def _make(self, name: str, may_fail: bool) -> _Backend | None:
+        """Returns a backend; None, noted, where it cannot be had."""
+        try:
+            return self._makers[name](self._tokenizer)
+        except (ImportError, UserError) as error:
+            if not may_fail:
+                raise UserError(f"--encoder={name} cannot be used: {error}") from None
+            hint = _INSTALL.get(name, "") if isinstance(error, ImportError) else ""
+            self.notes.append(f"a slower encoder takes {name}'s place: {error}{hint}")
+            return None
 
 
 def _check_fits(tokenizer: Tokenizer) -> None:
     if not tokenizer.is_gpt2_like:
         raise UserError(
-            "it encodes byte-level BPE with GPT-2's pre-tokenizer, merges in the order of ids and "
-            "no added tokens but special ones; this tokenizer.json is otherwise"
+            "it encodes byte-level BPE with GPT-2's pre-tokenizer, merges in the order of ids, no "
+            "normalizer but NFC, and added tokens that share no character with special ones; this "
+            "tokenizer.json is otherwise"
         )
 
 
@@ -157,7 +184,36 @@ def _tiktoken_backend(tokenizer: Tokenizer) -> _Backend:
             return list(map(core.encode_ordinary, texts))
         return core.encode_ordinary_batch(texts, num_threads=num_threads)
 
-    return _by_segments(encode_segments, cut=True)
+    if tokenizer.matched_tokens:
+        encode_segments = _with_matches(encode_segments, tokenizer.matched_tokens)
+    return _by_segments(
+        encode_segments, cut=True, change=composer(tokenizer) if tokenizer.composes else None
+    )
+
+
+def _with_matches(encode_segments: Any, tokens: Mapping[str, int]) -> Any:
+    """Returns an encoder of texts in which added tokens are matched first.
+
+    As the library matches them: from the left, the longest of those that begin at one place, and
+    the text between them is encoded piece by piece. GPT-NeoX's are runs of spaces.
+    """
+    longest_first = sorted(tokens, key=len, reverse=True)
+    pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def encode(texts: list[str], num_threads: int) -> list[Any]:
+        parts = [pattern.split(text) for text in texts]  # text, token, text, ..., text
+        between = encode_segments([text for part in parts for text in part[::2]], num_threads)
+        rest = iter(between)
+        found = []
+        for part in parts:
+            ids = list(next(rest))
+            for token in part[1::2]:
+                ids.append(tokens[token])
+                ids += next(rest)
+            found.append(ids)
+        return found
+
+    return encode
 
 
 def _library_backend(tokenizer: Tokenizer) -> _Backend:
@@ -168,10 +224,29 @@ def _library_backend(tokenizer: Tokenizer) -> _Backend:
     return _by_segments(encode_segments, cut=tokenizer.is_gpt2_like)
 
 
-def _by_segments(encode_segments: Any, cut: bool) -> _Backend:
+def composer(tokenizer: Tokenizer) -> Callable[[str], str]:
+    """Returns what composes text (NFC) as the library does, whose Unicode is older than Python's.
+
+    What is composed in a later version of Unicode is so in each before, where characters that it
+    does not know stay as they are. Most text is, and the library takes longer than all else.
+    """
+
+    def compose(text: str) -> str:
+        if unicodedata.is_normalized("NFC", text):
+            return text
+        return tokenizer.library.normalizer.normalize_str(text)
+
+    return compose
+
+
+def _by_segments(
+    encode_segments: Any, cut: bool, change: Callable[[str], str] | None = None
+) -> _Backend:
     def encode(texts: Sequence[str], num_threads: int, data: Sequence[bytes] | None) -> Encoded:
         segments, counts = [], []
         for text in texts:
+            if change is not None:
+                text = change(text)
             parts = split_long(text) if cut else [text]
             segments += parts
             counts.append(len(parts))

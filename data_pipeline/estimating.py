@@ -45,7 +45,8 @@ def estimate(
     else:
         tokenizer = Tokenizer(train_tokenizer(texts, config.vocab_size))
     encoder = TokenEncoder(tokenizer, config.encoder)
-    if warning := encoder.check(texts):
+    differs = encoder.check(texts)
+    for warning in [*encoder.notes, *filter(None, [differs])]:
         say(f"  warning: {warning}")
     encoder.encode(texts[:1])
     start = time.perf_counter()

@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import re
+import unicodedata
 from collections.abc import Iterable
 from functools import cached_property
 from hashlib import sha256
@@ -197,16 +199,29 @@ class Tokenizer:
 
     @cached_property
     def is_gpt2_like(self) -> bool:
-        """Whether encoding is GPT-2's pre-tokenizer and merging by lowest id, and nothing else."""
+        """Whether encoding is GPT-2's pre-tokenizer and merging by lowest id.
+
+        What may come before is composition (NFC) and a match of added tokens, as of GPT-NeoX's.
+        """
         description = self.description
-        added = {token["content"]: token for token in description.get("added_tokens", [])}
         return (
-            not description.get("normalizer")
+            (self.composes or not description.get("normalizer"))
             and _is_gpt2_pre_tokenizer(description)
-            and all(token["special"] for token in added.values())
+            and _are_simply_matched(description, self.composes)
             and sum(len(token) == 1 for token in self.mergeable_ranks()) >= 256
             and _merges_are_in_id_order(description)
         )
+
+    @property
+    def composes(self) -> bool:
+        """Whether text is composed (NFC) before all else."""
+        return (self.description.get("normalizer") or {}).get("type") == "NFC"
+
+    @cached_property
+    def matched_tokens(self) -> dict[str, int]:
+        """The added tokens that are found in texts, with their ids; special ones are not."""
+        added = self.description.get("added_tokens", [])
+        return {token["content"]: token["id"] for token in added if not token["special"]}
 
     def mergeable_ranks(self) -> dict[bytes, int]:
         """Returns {bytes: id} of the tokens that merging makes, special ones left out."""
@@ -234,6 +249,26 @@ def _is_gpt2_pre_tokenizer(description: dict) -> bool:
         and steps[0]["type"] == "ByteLevel"
         and steps[0].get("use_regex", True)
         and not steps[0].get("add_prefix_space", True)
+    )
+
+
+def _are_simply_matched(description: dict, composes: bool) -> bool:
+    """Returns whether added tokens are found wherever they stand in a text, whatever is around.
+
+    That is also where a special token does not hide them, none goes over a place where long texts
+    are cut, and composition neither makes nor changes one.
+    """
+    added = description.get("added_tokens", [])
+    matched = [token for token in added if not token["special"]]
+    special = {character for token in added if token["special"] for character in token["content"]}
+    return all(
+        not (token.get("lstrip") or token.get("rstrip") or token.get("single_word"))
+        and token.get("normalized", False) == matched[0].get("normalized", False)
+        and (token.get("normalized", False) or not composes)
+        and unicodedata.is_normalized("NFC", token["content"])
+        and not special & set(token["content"])
+        and not re.search(r"\S[ \n]", token["content"])
+        for token in matched
     )
 
 

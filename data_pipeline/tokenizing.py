@@ -196,13 +196,14 @@ class ChunkTokenizer:
 
     @cached_property
     def encoder(self) -> TokenEncoder:
-        """One for all chunks: it remembers pieces of text that it has seen."""
+        """One for all chunks: it is costly to make."""
         return self.known_encoder or TokenEncoder(self.tokenizer, self.plan.config.encoder)
 
     def __call__(self, item: str) -> Result:
         """Tokenizes one chunk and commits its store."""
         config = self.plan.config
         encoder = self.encoder
+        encoder.begin()
         fractions = config.validation_fraction, config.test_fraction
         store = ChunkStore(self.tokenizer, config.seed, fractions, has_prompts(config))
         start, encoding = Clocks.now(), Clocks()
@@ -221,6 +222,7 @@ class ChunkTokenizer:
                     if not checked and (warning := encoder.check(batch.texts)):
                         warnings.add(warning)
                     checked = True
+                    warnings.update(encoder.notes)
                     self._add_batch(store, encoder, source, batch, counts)
                     encoding += Clocks.now() - began
                     self.work.progress = before + reader.num_bytes
