@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from data_pipeline import manifest
 from data_pipeline.dataset import TokenData
 from data_pipeline.shards import LOSS_MASK, TOKENS
 from data_pipeline.token_store import TokenStore, write_index
+from data_pipeline.tokenizing import PREFIX
 from tfbig.durable_file import fsync_directory
 from tfbig.errors import UserError
 
@@ -68,11 +68,8 @@ def export_megatron(folder: Path, prefix: Path, split: str) -> tuple[int, int]:
 def _stored_documents(folder: Path, contents: dict[str, Any], split: str) -> Iterator[np.ndarray]:
     for described in contents["stores"]:
         place = folder / contents["token_store"] / described["folder"]
-        store = TokenStore(place / "tokens")
-        if (
-            sha256(store.tokens.data if len(store.tokens) else b"").hexdigest()
-            != described["sha256"]
-        ):
+        store = TokenStore(place / PREFIX)
+        if store.sha256() != described["sha256"]:
             raise UserError(f"{place} is damaged: its sha256 is not the manifest's.")
         for part in described["parts"]:
             if part["split"] == split:
@@ -81,14 +78,25 @@ def _stored_documents(folder: Path, contents: dict[str, Any], split: str) -> Ite
 
 
 def _joined_documents(data: TokenData, split: str) -> Iterator[np.ndarray]:
-    """Yields documents from rows: each source's rows are one stream, cut every S tokens."""
+    """Yields documents from rows: each source's rows are one stream, cut every S tokens.
+
+    Prompts are of it though no loss counts them; what fills up a source's last row is not.
+    """
     carried: dict[int, list[np.ndarray]] = {}
+    of_sources = data.contents["splits"][split]["sources"]
+    left = {name: counts["rows"] for name, counts in of_sources.items()}
+    is_padded = data.contents["packing"]["tail"] == "pad"
     for first in range(0, data.num_rows(split), _BLOCK_ROWS):
         rows = np.arange(first, min(first + _BLOCK_ROWS, data.num_rows(split)))
         batch = data.rows_in_order(split, rows)
         for source in np.unique(batch["source_index"]):
             chosen = batch["source_index"] == source
-            labels = batch[TOKENS][chosen][:, 1:][batch[LOSS_MASK][chosen] == 1]
+            labels = batch[TOKENS][chosen][:, 1:].ravel()
+            name = data.sources[int(source)]
+            left[name] -= int(np.count_nonzero(chosen))
+            if is_padded and not left[name]:  # its last label ends a document, which is learned
+                learned = np.flatnonzero(batch[LOSS_MASK][chosen].ravel())
+                labels = labels[: learned[-1] + 1]
             ends = np.flatnonzero(labels == data.end_of_text_id) + 1
             *whole, rest = np.split(labels, ends)
             for document in whole:

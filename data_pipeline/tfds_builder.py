@@ -17,13 +17,13 @@ import tensorflow_datasets as tfds
 
 from data_pipeline.dataset import TokenData
 from data_pipeline.manifest import DATASET_VERSION
-from data_pipeline.shards import TOKENS
+from data_pipeline.shards import DOCUMENT_IDS, TOKENS
 
 _BLOCK_ROWS = 1024
 
 
 class TfbigText(tfds.core.GeneratorBasedBuilder):
-    """Rows of tokens, the name of their source, and which labels count.
+    """Rows of tokens, the name of their source, which labels count and, where stored, document ids.
 
     Args:
       folder: prepared by `tfbig prepare`.
@@ -43,6 +43,8 @@ class TfbigText(tfds.core.GeneratorBasedBuilder):
             "loss_mask": tfds.features.Tensor(shape=(length,), dtype=np.uint8),
             "source": tfds.features.ClassLabel(names=list(self._data.sources)),
         }
+        if DOCUMENT_IDS in self._data.contents["features"]:
+            features[DOCUMENT_IDS] = tfds.features.Tensor(shape=(length + 1,), dtype=np.int32)
         return tfds.core.DatasetInfo(
             builder=self,
             description="Rows of tokens, packed by tfbig.",
@@ -58,11 +60,11 @@ class TfbigText(tfds.core.GeneratorBasedBuilder):
             positions = np.arange(first, min(first + _BLOCK_ROWS, num_rows))
             batch = self._data.rows_in_order(split, positions)
             for k, number in enumerate(positions.tolist()):
-                yield (
-                    number,
-                    {
-                        "tokens": batch[TOKENS][k],
-                        "loss_mask": batch["loss_mask"][k],
-                        "source": int(batch["source_index"][k]),
-                    },
-                )
+                example = {
+                    "tokens": batch[TOKENS][k],
+                    "loss_mask": batch["loss_mask"][k],
+                    "source": int(batch["source_index"][k]),
+                }
+                if DOCUMENT_IDS in batch:
+                    example[DOCUMENT_IDS] = batch[DOCUMENT_IDS][k]
+                yield number, example

@@ -132,6 +132,26 @@ class TokenStore(IndexedTokens):
         prompts = Path(f"{prefix}.prompts")
         self.prompts = np.fromfile(prompts, "<i4") if prompts.exists() else None
 
+    def sha256(self) -> str:
+        """Returns the digest of the .bin, which is read for it."""
+        return sha256(self.tokens.data if len(self.tokens) else b"").hexdigest()
+
+    def find_problem(self, vocab_size: int, end_of_text_id: int) -> str:
+        """Returns what is wrong with documents' bounds, columns or ids; "" where nothing is."""
+        columns = [self.keys, self.checks, *([] if self.prompts is None else [self.prompts])]
+        if any(len(column) != self.num_documents for column in columns):
+            return f"does not have a key, a check (and a prompt) for each of {self.num_documents:,}"
+        if not len(self.tokens):
+            return ""
+        if int(self.tokens.min()) < 0 or int(self.tokens.max()) >= vocab_size:
+            return (
+                f"has ids from {self.tokens.min()} to {self.tokens.max()}; the vocabulary has "
+                f"{vocab_size}"
+            )
+        if not (self.tokens[self.ends - 1] == end_of_text_id).all():
+            return "has documents that do not end with end-of-text"
+        return ""
+
     @property
     def num_tokens(self) -> int:
         """Of all documents, each one's end-of-text included."""

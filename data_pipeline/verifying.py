@@ -7,6 +7,9 @@ from typing import Any
 
 from data_pipeline.dataset import TokenData
 from data_pipeline.shards import LOSS_MASK, TOKENS, ShardReader
+from data_pipeline.token_store import TokenStore
+from data_pipeline.tokenizing import PREFIX
+from tfbig.errors import UserError
 
 _BLOCK_ROWS = 512  # about a megabyte, which a core's cache holds while it is gone through
 
@@ -16,7 +19,7 @@ def find_problems(folder: Path, say: Callable[[str], None]) -> Iterator[str]:
 
     Args:
       folder: of the data.
-      say: is handed a line a shard.
+      say: is handed a line a shard and a line a kept token store.
 
     Raises:
       UserError: it is no data folder, or lacks a shard: then there is nothing to go through.
@@ -54,6 +57,29 @@ def find_problems(folder: Path, say: Callable[[str], None]) -> Iterator[str]:
                 f"{folder}: the {split} split stands for {num_bytes:,} bytes of text, its manifest "
                 f"says {described['bytes']:,}"
             )
+    for described in contents["stores"]:
+        place = folder / contents["token_store"] / described["folder"]
+        num_documents = sum(part["documents"] for part in described["parts"])
+        say(f"  {place.relative_to(folder)}: {num_documents:,} documents")
+        yield from _store_problems(place, described, data)
+
+
+def _store_problems(place: Path, described: dict[str, Any], data: TokenData) -> Iterator[str]:
+    """Yields what is wrong with a kept token store, which another preparation may be made of."""
+    try:
+        store = TokenStore(place / PREFIX)
+    except (UserError, OSError) as error:
+        yield f"{place} cannot be read: {error}"
+        return
+    if store.sha256() != described["sha256"]:
+        yield f"{place} is damaged; its sha256 is not the manifest's"
+    elif problem := store.find_problem(data.vocab_size, data.end_of_text_id):
+        yield f"{place} {problem}"
+    num_documents = sum(part["documents"] for part in described["parts"])
+    if store.num_documents != num_documents:
+        yield (
+            f"{place} has {store.num_documents:,} documents, its manifest says {num_documents:,}"
+        )
 
 
 def _shard_problems(

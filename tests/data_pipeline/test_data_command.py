@@ -56,6 +56,38 @@ def test_verify_finds_every_flipped_bit(capsys, folder):
     assert "1 problems" in out or "2 problems" in out
 
 
+def test_verify_reads_kept_token_stores(capsys, folder):
+    (store,) = TokenData.open(folder).contents["stores"]
+    place = folder / "tokens" / store["folder"]
+    originals = {path: path.read_bytes() for path in place.iterdir()}
+
+    def problems():
+        code, _, err = run(capsys, "verify", f"--data={folder}")
+        for path, data in originals.items():
+            path.write_bytes(data)
+        assert code == 1 and err.count("\n") == 1 and str(place) in err
+        return err
+
+    data = bytearray(originals[place / "tokens.bin"])
+    data[-7] ^= 1
+    (place / "tokens.bin").write_bytes(data)
+    assert "is damaged; its sha256 is not the manifest's" in problems()
+    (place / "tokens.bin").write_bytes(data[:-2])
+    assert "it is cut or changed" in problems()
+    (place / "tokens.keys").write_bytes(originals[place / "tokens.keys"][:-8])
+    assert "does not have a key" in problems()
+    (place / "tokens.checks").unlink()
+    assert "cannot be read" in problems()
+    lengths = np.frombuffer(originals[place / "tokens.idx"], "<i4", 90, 34).copy()
+    lengths[3:5] += np.array([1, -1], np.int32)
+    index = bytearray(originals[place / "tokens.idx"])
+    index[34 : 34 + lengths.nbytes] = lengths.tobytes()
+    (place / "tokens.idx").write_bytes(index)
+    assert "do not end with end-of-text" in problems()
+    code, out, _ = run(capsys, "verify", f"--data={folder}")
+    assert code == 0 and "tokens/00000: 90 documents" in out
+
+
 def test_report_is_one_page_with_every_source(capsys, folder):
     pytest.importorskip("plotly")
     code, out, _ = run(capsys, "report", f"--data={folder}")

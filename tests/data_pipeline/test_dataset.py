@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 
@@ -7,6 +8,7 @@ from sample_corpus import SEQUENCE_LENGTH
 
 from data_pipeline import manifest
 from data_pipeline.dataset import TokenData
+from data_pipeline.preparation import prepare
 from data_pipeline.shards import Feature, RecordLayout, ShardWriter, row_features
 from tfbig.errors import UserError
 
@@ -169,6 +171,23 @@ def test_the_registered_tfds_dataset_holds_the_same_rows(data, data_folder, tmp_
         for name, values in (("tokens", expected["tokens"]), ("source", expected["source_index"])):
             left = np.stack([example[name] for example in found])
             assert sorted(map(str, left.tolist())) == sorted(map(str, values.tolist()))
+
+
+def test_the_registered_tfds_dataset_holds_stored_document_ids(prepare_config, tmp_path):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    import data_pipeline.tfds_builder  # noqa: F401
+
+    config = dataclasses.replace(prepare_config, packing="best_fit", document_mask=True)
+    data = TokenData.open(prepare(config, lambda text: None))
+    builder = tfds.builder("tfbig_text", folder=str(data.folder), data_dir=tmp_path / "tfds")
+    builder.download_and_prepare()
+    names = ("tokens", "loss_mask", "document_ids")
+    for split in data.splits:
+        expected = data.rows_in_order(split, np.arange(data.num_rows(split)))
+        rows = tfds.as_numpy(builder.as_dataset(split))
+        found = [[row[name].tolist() for name in names] for row in rows]
+        stored = zip(*(expected[name].tolist() for name in names), strict=True)
+        assert sorted(found) == sorted(map(list, stored))
 
 
 def test_tfrecord_dataset_reads_what_is_mapped(data, data_folder):

@@ -162,6 +162,32 @@ def test_megatrons_files_are_written_and_read_back(with_tokenizer, data_folder, 
     assert not list(find_problems(back, quiet))
 
 
+@pytest.mark.parametrize("tail", ["pad", "drop"])
+def test_prompts_are_exported_with_what_follows_them(with_tokenizer, tmp_path, tail):
+    source = tmp_path / "pairs.jsonl"
+    pairs = [(f"What is {n} and {n}?", f" It is {2 * n}.") for n in range(60)]
+    source.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in pairs))
+    config = dataclasses.replace(
+        with_tokenizer,
+        source=str(source),
+        prompt_field="q",
+        completion_field="a",
+        tail=tail,
+        sequence_length=40,
+        validation_fraction=0,
+    )
+    data = TokenData.open(prepare(config, quiet))
+    export_megatron(data.folder, tmp_path / "out", "train")
+    found = IndexedTokens(tmp_path / "out")
+    texts = [data.tokenizer.decode(part[:-1]) for part in np.split(found.tokens, found.ends[:-1])]
+    expected = [question + answer for question, answer in pairs]
+    if tail == "pad":
+        assert sorted(texts) == sorted(expected)
+    else:  # the last one may be cut
+        assert len(texts) > 50 and set(texts[:-1]) <= set(expected)
+        assert any(text.startswith(texts[-1]) for text in expected)
+
+
 def test_nanogpts_files(with_tokenizer, data_folder, tmp_path):
     data = TokenData.open(data_folder)
     end = data.end_of_text_id
