@@ -16,7 +16,7 @@ _GROUP_CHARACTERS = 1 << 18  # text whose columns are made at a time
 
 
 class DocumentBatch(NamedTuple):
-    """Documents, one entry each in every column; `prompts` is empty where none has one."""
+    """Documents, one entry each in every column; the last two are empty where none has any."""
 
     texts: list[str]
     data: list[bytes]  # the texts in UTF-8
@@ -24,12 +24,14 @@ class DocumentBatch(NamedTuple):
     keys: np.ndarray  # (n,) uint64
     checks: np.ndarray  # (n,) uint64
     prompts: list[str]
+    places: list[str]  # of their records in the file
 
     @classmethod
     def of(cls, documents: Sequence[Document]) -> "DocumentBatch":
         """Returns documents in columns."""
         digests = np.array([document.digest for document in documents], np.uint64).reshape(-1, 2)
         prompts = [document.prompt for document in documents]
+        places = [document.place for document in documents]
         return cls(
             [document.text for document in documents],
             [document.data for document in documents],
@@ -37,6 +39,7 @@ class DocumentBatch(NamedTuple):
             digests[:, 0],
             digests[:, 1],
             prompts if any(prompts) else [],
+            places if any(places) else [],
         )
 
     def chosen(self, kept: np.ndarray) -> "DocumentBatch":
@@ -47,7 +50,8 @@ class DocumentBatch(NamedTuple):
             return [column[place] for place in places] if column else []
 
         lists = of(self.texts), of(self.data), of(self.sources)
-        return DocumentBatch(*lists, self.keys[kept], self.checks[kept], of(self.prompts))
+        columns = of(self.prompts), of(self.places)
+        return DocumentBatch(*lists, self.keys[kept], self.checks[kept], *columns)
 
 
 def plain_batch(lines: Sequence[bytes], record_format: RecordFormat) -> DocumentBatch | None:
@@ -74,7 +78,7 @@ def plain_batch(lines: Sequence[bytes], record_format: RecordFormat) -> Document
     digests = np.frombuffer(b"".join([sha256(item).digest() for item in data]), "<u8")
     digests = digests.reshape(-1, 4)  # (n, 4): documents.digest_of takes the first two
     return DocumentBatch(
-        texts, data, _sources(values, record_format), digests[:, 0], digests[:, 1], []
+        texts, data, _sources(values, record_format), digests[:, 0], digests[:, 1], [], []
     )
 
 
@@ -140,14 +144,18 @@ def joined(batches: Iterator[DocumentBatch]) -> Iterator[DocumentBatch]:
 def _concatenated(batches: Sequence[DocumentBatch]) -> DocumentBatch:
     if len(batches) == 1:
         return batches[0]
-    prompts: list[str] = []
-    if any(batch.prompts for batch in batches):
-        prompts = [p for batch in batches for p in batch.prompts or [""] * len(batch.texts)]
+
+    def of_all(columns: Sequence[list[str]]) -> list[str]:
+        pairs = zip(batches, columns, strict=True)
+        filled = [column or [""] * len(batch.texts) for batch, column in pairs]
+        return list(chain.from_iterable(filled)) if any(columns) else []
+
     return DocumentBatch(
         list(chain.from_iterable(batch.texts for batch in batches)),
         list(chain.from_iterable(batch.data for batch in batches)),
         list(chain.from_iterable(batch.sources for batch in batches)),
         np.concatenate([batch.keys for batch in batches]),
         np.concatenate([batch.checks for batch in batches]),
-        prompts,
+        of_all([batch.prompts for batch in batches]),
+        of_all([batch.places for batch in batches]),
     )

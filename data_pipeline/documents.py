@@ -43,6 +43,7 @@ class Document(NamedTuple):
     source: str
     digest: Digest
     prompt: str = ""
+    place: str = ""  # of its record, where one may yet turn out to be unfit
 
 
 class BadRecord(Exception):

@@ -124,6 +124,7 @@ class PieceReader:
 
     def _documents(self, records: Iterable[tuple[str, Any]]) -> Iterator[Document]:
         counts, item = self._counts, self._item
+        may_be_too_long = item.format.has_prompts or bool(item.format.chat)  # for a row
         for place, value in records:
             try:
                 if isinstance(value, BadRecord):
@@ -134,7 +135,7 @@ class PieceReader:
                 continue
             for document in documents:
                 counts.documents += 1
-                yield document
+                yield document._replace(place=place) if may_be_too_long else document
 
     def _hash(self) -> None:
         item = self._item

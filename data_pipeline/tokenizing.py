@@ -264,7 +264,7 @@ class ChunkTokenizer:
             before, prompts = encoder.encode(texts, self.num_threads)
             ids = _interleave(before, prompts, ids, lengths)
             lengths = prompts + lengths
-            fits = self._fits(source, texts, lengths, counts)
+            fits = self._fits(source, batch.places, texts, lengths, counts)
             ids, batch = ids[np.repeat(fits, lengths)], batch.chosen(fits)
             lengths, prompts = lengths[fits], prompts[fits]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(batch.sources))}
@@ -279,7 +279,12 @@ class ChunkTokenizer:
         )
 
     def _fits(
-        self, source: InputFile, prompts: list[str], lengths: np.ndarray, counts: ReadCounts
+        self,
+        source: InputFile,
+        places: list[str],
+        prompts: list[str],
+        lengths: np.ndarray,
+        counts: ReadCounts,
     ) -> np.ndarray:
         """Returns, (m,) bool, which prompt/completion records a row holds; counts the others."""
         limit = self.plan.config.sequence_length
@@ -290,7 +295,7 @@ class ChunkTokenizer:
                 f": {lengths[index] + 1} tokens; it begins {prompts[index][:40]!r}",
             )
             counts.documents -= 1
-            counts.reject(source.name, "", reason)
+            counts.reject(source.name, places[index], reason)
         return fits
 
     def _add_tokens(

@@ -146,6 +146,11 @@ def _append(config: DataCommandConfig, folder: Path, run: Any) -> None:
         consumed = 0 if run is None else _consumed_samples(run)
         first = consumed if config.first_sample < 0 else config.first_sample
         append_segment(folder, first, weights, consumed, addition)
+    if run is None:
+        print(
+            f"no --run is named: whether one has consumed sample {first:,} already was not "
+            "checked; one that has will not resume"
+        )
 
 
 def mixture(config: DataCommandConfig) -> int:

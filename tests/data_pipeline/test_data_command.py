@@ -105,6 +105,7 @@ def test_mixture_is_shown_and_changed(capsys, folder):
         capsys, "mixture", f"--data={folder}", "--weights=Github=0", "--first_sample=10"
     )
     assert code == 0 and "from sample 10:" in out and "weight 0          0.00%" in out
+    assert "whether one has consumed sample 10 already was not checked" in out
 
 
 def test_export_says_what_it_wrote(capsys, folder, tmp_path):

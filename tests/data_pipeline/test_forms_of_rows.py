@@ -107,8 +107,38 @@ def test_prompts_are_read_and_completions_are_learned(with_tokenizer, tmp_path, 
     assert sorted(answers) == sorted(answer for _, answer in pairs)
     assert all(question in read for question, _ in pairs) or packing == "join"
     too_short = dataclasses.replace(config, data=str(tmp_path / "short"), sequence_length=8)
-    with pytest.raises(UserError, match=r"pairs\.jsonl is longer than --sequence_length=8"):
+    with pytest.raises(UserError, match=r"pairs\.jsonl line 1 is longer than --sequence_length=8"):
         prepare(too_short, quiet)
+
+
+@pytest.mark.parametrize("form", ["pairs", "chats"])
+def test_records_that_are_too_long_are_named_by_file_and_line(with_tokenizer, tmp_path, form):
+    source = tmp_path / "a.jsonl"
+    records = []
+    for n in range(60):
+        answer = f"It is {2 * n}." * (9 if n in (20, 41) else 1)
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        records.append({"q": "?", "a": answer} if form == "pairs" else {"turns": turns})
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    fields = {"prompt_field": "q", "completion_field": "a"}
+    config = dataclasses.replace(
+        with_tokenizer,
+        source=str(source),
+        packing="single",
+        sequence_length=60,
+        max_bad_fraction=0.1,
+        **fields if form == "pairs" else {"chat_field": "turns"},
+    )
+    folder = prepare(config, quiet)
+    listed = [json.loads(r) for r in (folder / "bad_records.jsonl").read_text().splitlines()]
+    assert [(r["file"], r["place"]) for r in listed] == [
+        (str(source), "line 21"),
+        (str(source), "line 42"),
+    ]
+    assert all("is longer than --sequence_length=60" in r["reason"] for r in listed)
+    pieces = dataclasses.replace(config, data=str(tmp_path / "pieces"), chunk_bytes=500)
+    again = (prepare(pieces, quiet) / "bad_records.jsonl").read_bytes()
+    assert again == (folder / "bad_records.jsonl").read_bytes()
 
 
 # Tokens as a source.
