@@ -8,7 +8,9 @@ from data_pipeline.plan import Plan
 from data_pipeline.shuffling import PartStores, store_of
 from data_pipeline.tokenizing import Part
 from data_pipeline.work import FOLDER, Result, WorkFolder
+from tfbig.config import PrepareConfig
 
+_DIGEST_BYTES = 16
 # Held-out documents stay and their copies leave the train split.
 _PRIORITY = {"test": 0, "validation": 1, "train": 2}
 
@@ -19,6 +21,16 @@ def kept_path(folder: Path, part: Part) -> Path:
 
     name = hashlib.blake2b("\0".join(part).encode(), digest_size=8).hexdigest()
     return folder / FOLDER / f"kept-{name}.npy"
+
+
+def duplicates_bytes(parts: list[PartStores], config: PrepareConfig) -> int:
+    """Returns what `mark_duplicates` reads: its progress ends there."""
+    num_bytes = sum(_DIGEST_BYTES * stores.num_documents for stores in parts)
+    if config.near_duplicates:
+        from data_pipeline.near_duplicates import TOKEN_BYTES
+
+        num_bytes += sum(TOKEN_BYTES * stores.num_tokens for stores in parts)
+    return num_bytes
 
 
 def mark_duplicates(parts: list[PartStores], plan: Plan, folder: Path, work: WorkFolder) -> Result:
@@ -34,7 +46,7 @@ def mark_duplicates(parts: list[PartStores], plan: Plan, folder: Path, work: Wor
       work: its work folder.
     """
     ordered = sorted(parts, key=lambda stores: (_PRIORITY[stores.part[0]], stores.part[1]))
-    keys, checks = _digests(ordered, folder)
+    keys, checks = _digests(ordered, folder, work)
     kept = np.zeros(len(keys), bool)
     if plan.config.remove_duplicates:
         order = np.lexsort((checks, keys))  # stable: the first of each group has priority
@@ -59,11 +71,14 @@ def mark_duplicates(parts: list[PartStores], plan: Plan, folder: Path, work: Wor
     return {"equal": num_equal, "near": num_near, "documents": len(kept)}
 
 
-def _digests(parts: list[PartStores], folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def _digests(
+    parts: list[PartStores], folder: Path, work: WorkFolder
+) -> tuple[np.ndarray, np.ndarray]:
     keys, checks = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     for stores in parts:
         for item, first, count in stores.pieces:
             store = store_of(folder, item)
             keys.append(store.keys[first : first + count])
             checks.append(store.checks[first : first + count])
+            work.progress += _DIGEST_BYTES * count
     return np.concatenate(keys), np.concatenate(checks)

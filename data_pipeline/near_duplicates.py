@@ -10,6 +10,7 @@ from data_pipeline.shuffling import PartStores, store_of
 from data_pipeline.work import WorkFolder
 from tfbig.errors import UserError
 
+TOKEN_BYTES = 2  # of progress, for each token that is read
 _SHINGLE_TOKENS = 5  # neighbouring tokens that make one element of a document's set
 _PERMUTATIONS = 128
 _SEED = 1
@@ -100,9 +101,9 @@ def _signatures(parts: list[PartStores], folder: Path, work: WorkFolder) -> np.n
                 last = int(np.searchsorted(store.ends[first : first + count], limit)) + first
                 last = max(last, first + 1)
                 blocks.append(_batch_signatures(store, first, last))
+                work.progress += TOKEN_BYTES * int(store.ends[last - 1] - store.starts[first])
                 count -= last - first
                 first = last
-                work.progress += len(blocks[-1])
     return np.concatenate(blocks)
 
 

@@ -24,7 +24,7 @@ def shown(
       work: where results and claims are.
       say: is handed a line now and then; None shows nothing.
     """
-    if say is None or not sizes:
+    if say is None or not any(sizes.values()):
         yield
         return
     ended = threading.Event()

@@ -15,6 +15,8 @@ from data_pipeline.token_store import TokenStore
 from data_pipeline.tokenizing import PREFIX, STORE_FOLDER, Part
 from data_pipeline.work import FOLDER, Result, WorkFolder, commit_folder
 
+_DOCUMENT_BYTES = 28  # key, check, length and, of the index, a sequence's length
+
 
 class PartStores:
     """Where the documents of one split and source lie.
@@ -25,20 +27,28 @@ class PartStores:
 
     Attributes:
       pieces: (chunk's item, its first document, number of documents) of each chunk that has some.
+      num_tokens: of all chunks.
     """
 
     def __init__(self, part: Part, results: dict[str, Result]) -> None:
         self.part = part
         self.pieces: list[tuple[str, int, int]] = []
+        self.num_tokens = 0
         for item, result in results.items():
             for described in result["parts"]:
                 if (described["split"], described["source"]) == part:
                     self.pieces.append((item, described["first"], described["documents"]))
+                    self.num_tokens += described["tokens"]
 
     @property
     def num_documents(self) -> int:
         """Of all chunks."""
         return sum(count for _, _, count in self.pieces)
+
+
+def order_bytes(stores: PartStores) -> int:
+    """Returns what ordering a part reads: its progress ends there."""
+    return _DOCUMENT_BYTES * stores.num_documents
 
 
 def store_of(folder: Path, item: str) -> TokenStore:
@@ -99,7 +109,7 @@ def order_part(stores: PartStores, item: str, plan: Plan, folder: Path, work: Wo
       {"documents", "duplicates", "removed", "labels", "dropped", "rows"} of the part.
     """
     config, began = plan.config, Clocks.now()
-    keys, checks, lengths, starts, prompts = _columns(stores, folder)
+    keys, checks, lengths, starts, prompts = _columns(stores, folder, work)
     chunk = np.repeat(
         np.arange(len(stores.pieces), dtype=np.uint32), [count for _, _, count in stores.pieces]
     )
@@ -143,7 +153,7 @@ def order_part(stores: PartStores, item: str, plan: Plan, folder: Path, work: Wo
     }
 
 
-def _columns(stores: PartStores, folder: Path) -> tuple[Any, ...]:
+def _columns(stores: PartStores, folder: Path, work: WorkFolder) -> tuple[Any, ...]:
     """Returns keys, checks, lengths, starts and prompts of a part, chunk after chunk."""
     found: list[tuple[np.ndarray, ...]] = []
     has_prompts = False
@@ -153,6 +163,7 @@ def _columns(stores: PartStores, folder: Path) -> tuple[Any, ...]:
         prompts = store.prompts[chosen] if store.prompts is not None else np.empty(0, np.int32)
         columns = store.keys, store.checks, store.lengths, store.starts
         found.append((*(values[chosen] for values in columns), prompts))
+        work.progress += _DOCUMENT_BYTES * count
     keys, checks, lengths, starts, prompts = (
         np.concatenate(parts) for parts in zip(*found, strict=True)
     )

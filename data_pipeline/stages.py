@@ -16,22 +16,22 @@ from data_pipeline.account import (
     seconds_line,
 )
 from data_pipeline.building import finish_building, remove_other_shards
-from data_pipeline.duplicates import mark_duplicates
+from data_pipeline.duplicates import duplicates_bytes, mark_duplicates
 from data_pipeline.encoders import TokenEncoder
 from data_pipeline.plan import SPLIT_FORMS, Plan
 from data_pipeline.progress import shown
 from data_pipeline.reading import Piece
 from data_pipeline.sharding import Shard, ShardMaker, plan_shards
 from data_pipeline.shards import RecordLayout, row_features
-from data_pipeline.shuffling import PartStores, order_part
+from data_pipeline.shuffling import PartStores, order_bytes, order_part
 from data_pipeline.splitting import split_input
 from data_pipeline.tokenizer import Tokenizer, read_tokenizer_file, train_tokenizer
 from data_pipeline.tokenizing import (
     STORE_FOLDER,
     ChunkTokenizer,
     has_prompts,
-    training_texts,
 )
+from data_pipeline.training_texts import training_texts
 from data_pipeline.work import FOLDER, Result, WorkFolder
 from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
@@ -116,19 +116,21 @@ class Stages:
     def _tokenizer(self, chunks: list[list[Piece]]) -> Tokenizer:
         """Returns the given tokenizer, or one trained on the train split; the folder keeps it."""
         path, config = self.folder / manifest.TOKENIZER, self.plan.config
+        sizes = [] if config.tokenizer else self._sizes(chunks)
 
         def make(item: str) -> Result:
             if config.tokenizer:
                 contents = read_tokenizer_file(config.tokenizer)
             else:
                 self.tell("  training the tokenizer on the train split")
-                texts = training_texts(self.plan, chunks, self.folder, self.tell)
+                texts = training_texts(self.plan, chunks, sizes, self.work, self.folder, self.tell)
                 contents = train_tokenizer(texts, config.vocab_size)
             write_atomic(path, contents)
             return {}
 
         item = f"tokenizer-{self.plan.sha256[:12]}"
-        self.work.run([item], make)
+        with shown("reading text for the tokenizer", {item: sum(sizes)}, self.work, self.say):
+            self.work.run([item], make)
         if not path.exists():  # of an earlier plan that went back to this one
             make(item)
         if self.known_tokenizer and self.known_tokenizer.is_of(path.read_bytes()):
@@ -139,11 +141,7 @@ class Stages:
         self, chunks: list[list[Piece]], items: list[str], tokenizer: Tokenizer
     ) -> dict[str, Result]:
         by_item = dict(zip(items, chunks, strict=True))
-        numbers = Counter(piece.number for pieces in chunks for piece in pieces)
-        sizes = {
-            item: sum(self._size(piece, numbers[piece.number]) for piece in pieces)
-            for item, pieces in by_item.items()
-        }
+        sizes = dict(zip(items, self._sizes(chunks), strict=True))
         known = self.known_encoder if tokenizer is self.known_tokenizer else None
         perform = ChunkTokenizer(
             self.plan, by_item, self.folder, self.work, tokenizer, self.num_threads, known
@@ -153,6 +151,13 @@ class Stages:
         for warning in sorted({text for result in found.values() for text in result["warnings"]}):
             self.tell(f"  warning: {warning}")
         return found
+
+    def _sizes(self, chunks: list[list[Piece]]) -> list[int]:
+        """Returns the stored bytes of each chunk."""
+        numbers = Counter(piece.number for pieces in chunks for piece in pieces)
+        return [
+            sum(self._size(piece, numbers[piece.number]) for piece in pieces) for pieces in chunks
+        ]
 
     def _size(self, piece: Piece, num_pieces: int) -> int:
         """Returns the stored bytes of a piece of an input of so many."""
@@ -177,15 +182,19 @@ class Stages:
     ) -> tuple[dict[str, tuple[PartStores, Result]], Result]:
         config, duplicates = self.plan.config, {}
         if config.remove_duplicates or config.near_duplicates:
-            (duplicates,) = self.work.run(
-                [f"duplicates-{name}"],
-                lambda _: mark_duplicates(parts, self.plan, self.folder, self.work),
-            )
+            sizes = {f"duplicates-{name}": duplicates_bytes(parts, config)}
+            with shown("finding duplicates", sizes, self.work, self.say):
+                (duplicates,) = self.work.run(
+                    list(sizes),
+                    lambda _: mark_duplicates(parts, self.plan, self.folder, self.work),
+                )
         by_item = {f"order-{name}-{number:05d}": part for number, part in enumerate(parts)}
-        found = self.work.run(
-            list(by_item),
-            lambda item: order_part(by_item[item], item, self.plan, self.folder, self.work),
-        )
+        sizes = {item: order_bytes(part) for item, part in by_item.items()}
+        with shown("ordering documents", sizes, self.work, self.say):
+            found = self.work.run(
+                list(by_item),
+                lambda item: order_part(by_item[item], item, self.plan, self.folder, self.work),
+            )
         orders = {
             item: (part, result)
             for (item, part), result in zip(by_item.items(), found, strict=True)

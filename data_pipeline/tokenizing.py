@@ -1,7 +1,7 @@
 """Chunks of documents to token stores, each document in its place of the shuffle."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +15,6 @@ from data_pipeline.documents import (
     BadRecord,
     Filters,
     ReadCounts,
-    filtered,
-    split_of,
     splits_of,
 )
 from data_pipeline.encoders import TokenEncoder
@@ -29,11 +27,9 @@ from data_pipeline.token_store import write_store
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.work import Result, WorkFolder, commit_folder
 from tfbig.config import PrepareConfig
-from tfbig.errors import UserError
 
 STORE_FOLDER = "tokens"  # of the data folder
 PREFIX = "tokens"  # of a chunk's store
-_TRAINING_CHARACTERS = 1 << 28  # text that a tokenizer is trained on at most
 
 Part = tuple[str, str]  # split, source
 
@@ -330,51 +326,6 @@ def _interleave(
         strict=True,
     )
     return np.concatenate([ids for pair in pairs for ids in pair])
-
-
-def training_texts(plan: Plan, chunks: list[list[Piece]], folder: Path, say: Any) -> Iterator[str]:
-    """Yields what a tokenizer is trained on: the train split, evenly from all chunks if it is much.
-
-    Args:
-      plan: of the preparation.
-      chunks: its chunks.
-      folder: of the data.
-      say: is handed messages.
-
-    Raises:
-      UserError: there is no text to train on.
-    """
-    config = plan.config
-    fractions = config.validation_fraction, config.test_fraction
-    room = max(1, _TRAINING_CHARACTERS // max(1, len(chunks)))
-    found = limited = False
-    first_bad = ""
-    for pieces in chunks:
-        taken = 0
-        for piece in pieces:
-            source = plan.inputs[piece.number]
-            if source.form in TOKEN_FORMS:
-                raise UserError(
-                    f"{source.name} holds tokens: give the --tokenizer that they were made with."
-                )
-            counts = ReadCounts(1.0)  # the next stage judges
-            reader = PieceReader(source, piece, counts, str(folder))
-            for document in filtered(iter(reader), filters(config), counts):
-                if (source.split or split_of(document.digest.key, *fractions)) != "train":
-                    continue
-                if taken > room:
-                    limited = True
-                    break
-                taken += len(document.text) + len(document.prompt)
-                found = True
-                if document.prompt:
-                    yield document.prompt
-                yield document.text
-            first_bad = first_bad or counts.first_bad()
-    if limited:
-        say(f"  the tokenizer sees {room:,} characters of each chunk only")
-    if not found:
-        raise UserError(f"there is no text in the train split to train a tokenizer on.{first_bad}")
 
 
 def _input_entry(piece: Piece, counts: ReadCounts, sha256: str) -> dict[str, Any]:

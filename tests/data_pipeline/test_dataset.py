@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sample_corpus import SEQUENCE_LENGTH
 
-from data_pipeline import manifest
+from data_pipeline import feeding, manifest
 from data_pipeline.dataset import TokenData
 from data_pipeline.preparation import prepare
 from data_pipeline.shards import Feature, RecordLayout, ShardWriter, row_features
@@ -240,6 +240,21 @@ def test_stored_masks_and_document_ids_are_fed(data_folder, tmp_path):
     for name, values in rows.items():
         assert np.array_equal(found[name][:5], values)
     assert not found["loss_mask"][5:].any()
+
+
+def test_several_readers_give_the_batches_of_one(data_folder, monkeypatch):
+    """In their order, whichever is ready first, and from any sample on."""
+    monkeypatch.setattr(feeding, "_SAMPLES_AHEAD", 24)
+    monkeypatch.setattr(feeding, "_GATHER_BYTES", 2000)
+    one, many = (TokenData.open(data_folder, data_workers=number) for number in (1, 5))
+    for start in (0, 7):
+        expected = joined(batches(one.train_batches(start, 80, 6, 1, 2, seed=3)))
+        found = joined(batches(many.train_batches(start, 80, 6, 1, 2, seed=3)))
+        assert found["sample_index"].tolist() == [
+            start + 6 * step + 3 + place for step in range(80) for place in range(3)
+        ]
+        for name, values in expected.items():
+            assert np.array_equal(found[name], values)
 
 
 def test_a_batch_that_does_not_divide_is_refused(data):

@@ -1,7 +1,12 @@
+import contextlib
+import dataclasses
 import re
 import time
 
-from data_pipeline import progress
+import pytest
+
+from data_pipeline import near_duplicates, progress, stages
+from data_pipeline.preparation import prepare
 from data_pipeline.work import WorkFolder
 
 SIZES = {"a": 4_000_000_000, "b": 2_000_000_000, "c": 1_000_000_000}
@@ -38,3 +43,28 @@ def test_what_is_in_flight_counts(tmp_path):
     assert work._claim("b")
     (tmp_path / "work" / "claims" / "b").write_text(f"{work._owner} 750000000")
     assert progress.bytes_done(SIZES, work) == SIZES["a"] + 750_000_000
+
+
+@pytest.mark.parametrize("near", [0.0, 0.8])
+def test_the_stages_of_one_process_show_what_they_read(prepare_config, monkeypatch, near):
+    """All of what is said to be read when they end: the bar reaches its end, and not before."""
+    if near:
+        pytest.importorskip("rensa")
+        monkeypatch.setattr(near_duplicates, "_BATCH_TOKENS", 200)
+    seen, original = {}, stages.shown
+
+    @contextlib.contextmanager
+    def shown(what, sizes, work, say):
+        with original(what, sizes, work, say):
+            yield
+        seen[what] = (work.progress, [*sizes.values()])
+
+    monkeypatch.setattr(stages, "shown", shown)
+    monkeypatch.setattr(progress, "_SAY_EVERY", 0.0005)
+    said = []
+    config = dataclasses.replace(prepare_config, remove_duplicates=True, near_duplicates=near)
+    prepare(config, said.append)
+    for what in ("reading text for the tokenizer", "finding duplicates", "ordering documents"):
+        found, sizes = seen[what]
+        assert found in sizes and min(sizes) > 0  # of the last item
+        assert any(text.startswith(f"  {what}: ") for text in said)
