@@ -239,6 +239,17 @@ def test_initial_weights_of_another_model(tmp_path, good_run, small_flags, capsy
     assert not folder.exists()
 
 
+def test_a_flipped_bit_of_the_weights(tmp_path, good_run, small_flags, capsys):
+    broken = str(shutil.copytree(good_run, tmp_path / "broken"))
+    checkpoint = list_checkpoints(RunFolder(broken).checkpoints_dir)[-1].path
+    (part,) = checkpoint.glob("*.safetensors")
+    part.write_bytes((data := part.read_bytes())[:-1] + bytes([data[-1] ^ 1]))
+    start = [*small_flags, f"--run_dir={tmp_path / 'run'}", f"--init_from={checkpoint}"]
+    for command, flags in ((evaluate, [f"--run={broken}"]), (train, start)):
+        line = line_of(command.main, flags, capsys, command.__name__.rpartition(".")[2])
+        assert f"{part.name} is damaged: its sha256" in line and str(checkpoint) in line
+
+
 EVALUATE = {
     "no run": ([], "--run is missing"),
     "run is nowhere": (["--run=nowhere"], "--run=nowhere is not a folder"),

@@ -3,14 +3,16 @@
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.error_line import line_of
-from tfbig import evaluate, generate, train
-from tfbig.checkpoint_format import RunState, Slice
+from tfbig import checkpoint_reader, evaluate, generate, train
+from tfbig.checkpoint_format import RunState, Slice, UnreadableCheckpointError
+from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.checkpoint_writer import CheckpointWriter
 from tfbig.run_folder import RunFolder
 
@@ -71,6 +73,30 @@ def test_initial_weights(name, tmp_path, small_flags, capsys):
     line = line_of(train.main, flags, capsys, "train")
     assert words in line and str(checkpoint) in line
     assert not folder.exists()
+
+
+def test_only_the_files_that_are_read_are_checked_and_once(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    writers = [CheckpointWriter(folder.checkpoints_dir, rank, 2) for rank in (0, 1)]
+    rows = [Slice("dense/kernel", (2, 6), (rank, 0), np.ones((1, 6)), True) for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        saves = [
+            pool.submit(writer.save, 3, [part], RunState(), "a")
+            for writer, part in zip(writers, rows, strict=True)
+        ]
+        path = Path(saves[0].result(60))
+    part = path / "part-00001.safetensors"
+    part.write_bytes((data := part.read_bytes())[:-1] + bytes([data[-1] ^ 1]))
+    looked, real = [], checkpoint_reader.digest_problem
+    monkeypatch.setattr(
+        checkpoint_reader, "digest_problem", lambda *a: looked.append(a[0].name) or real(*a)
+    )
+    reader = CheckpointReader(path, checks_digests=True)
+    for _ in range(2):
+        np.testing.assert_array_equal(reader.read("dense/kernel", (0, 0), (1, 6)), np.ones((1, 6)))
+    assert looked == [PART]
+    with pytest.raises(UnreadableCheckpointError, match=rf"{part.name} is damaged: its sha256"):
+        reader.read("dense/kernel")
 
 
 def test_initial_weights_of_a_data_folder_or_a_run(tmp_path, small_data, small_flags, capsys):

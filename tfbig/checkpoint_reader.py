@@ -27,6 +27,8 @@ class CheckpointReader:
 
     Args:
         directory: a step's directory.
+        checks_digests: whether a file's sha256 is compared with the manifest's before anything is
+            read from it. Leave it out where `verify` was called.
 
     Raises:
         UnreadableCheckpointError: when it has no manifest, a damaged one, or one of a format
@@ -37,8 +39,10 @@ class CheckpointReader:
         >>> kernel = reader.read("dense/kernel", start=(0, 128), shape=(64, 128))
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], checks_digests: bool = False) -> None:
         self.directory = Path(directory)
+        self._checks_digests = checks_digests
+        self._checked: set[str] = set()
         self.manifest: dict[str, Any] = _read_manifest(self.directory)
         self._variables: dict[str, Any] = self.manifest["variables"]
         self._headers: dict[str, dict[str, StoredTensor]] = {}
@@ -124,15 +128,8 @@ class CheckpointReader:
         Returns:
             One line for each file that is missing or damaged; none when all are intact.
         """
-
-        def check(item: tuple[str, dict[str, Any]]) -> str | None:
-            name, entry = item
-            return digest_problem(
-                self.directory / name, FileDigest(entry["sha256"], entry["bytes"])
-            )
-
         with ThreadPoolExecutor(_VERIFY_THREADS) as pool:
-            found = pool.map(check, sorted(self.manifest["files"].items()))
+            found = pool.map(self._problem, sorted(self.manifest["files"]))
             return [problem for problem in found if problem]
 
     def check_files(self) -> None:
@@ -166,6 +163,12 @@ class CheckpointReader:
                 "Resume from an earlier checkpoint, or restore the files"
             )
 
+    def _problem(self, name: str) -> str | None:
+        entry = self.manifest["files"].get(name)
+        if entry is None:
+            return f"{MANIFEST_NAME} does not list {name}"
+        return digest_problem(self.directory / name, FileDigest(entry["sha256"], entry["bytes"]))
+
     def _variable(self, path: str) -> dict[str, Any]:
         if path not in self._variables:
             raise UnreadableCheckpointError(
@@ -184,6 +187,10 @@ class CheckpointReader:
     ) -> None:
         """Fills `out` with the part `common` of the stored slice `source`."""
         file_path = self.directory / stored["file"]
+        if self._checks_digests and stored["file"] not in self._checked:
+            if problem := self._problem(stored["file"]):
+                raise UnreadableCheckpointError(f"{self.directory}: {problem}; {_WHAT_TO_DO}")
+            self._checked.add(stored["file"])
         try:
             descriptor = os.open(file_path, os.O_RDONLY | os.O_CLOEXEC)
             try:

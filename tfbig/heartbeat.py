@@ -79,7 +79,7 @@ class Heartbeats:
             "step": place.step,
             "phase": place.phase,
             "seconds_in_phase": time.monotonic() - place.since,
-            "time": time.time(),
+            "time": time.time(),  # for people: hosts' clocks differ, and jump
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "times": pulse.times,
@@ -115,6 +115,28 @@ class Heartbeats:
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"rank-{rank:05d}.json"
+
+
+class Silence:
+    """How long each rank's heartbeat has been the same, by the clock of the one who looks."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Mapping[str, Any], float]] = {}
+
+    def note(self, records: Mapping[int, Mapping[str, Any]], now: float) -> None:
+        """Looks at the heartbeats.
+
+        Args:
+          records: by rank.
+          now: seconds, of a clock that does not jump.
+        """
+        for rank, record in records.items():
+            if rank not in self._seen or self._seen[rank][0] != record:
+                self._seen[rank] = record, now
+
+    def seconds(self, now: float) -> dict[int, float]:
+        """Returns for how long what was last seen of each rank has stood, as far as was looked."""
+        return {rank: now - since for rank, (_, since) in self._seen.items()}
 
 
 def slowest_rank(times: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:

@@ -6,15 +6,19 @@ ranks of this host itself, and meets the launchers of the other hosts: `srun tfb
 --cluster=slurm -- python -m tfbig.train ...`.
 """
 
+import contextlib
 import dataclasses
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from tfbig.checkpoint import latest
 from tfbig.command import EXIT_SIGNAL, EXIT_USER_ERROR, run_command
@@ -28,12 +32,18 @@ from tfbig.launching.place import place_by_hosts, place_by_mpi, place_by_slurm
 from tfbig.run_folder import RunFolder
 
 _FRUITLESS = 3  # failures in a row without a new checkpoint after which no restart will help
+# What horovodrun, which itself ends with 1, says last of the first rank that failed. The ranks' own
+# lines begin with their number.
+_FIRST_RANKS_CODE = re.compile(rb"(?:horovodrun: .*)?Exit code: (\d+)\s*")
+_PIPE_PATIENCE = 2.0  # seconds for the end of a pipe that a grandchild may hold
 
 
 class Supervisor:
     """Runs a command until it succeeds, is told to stop, or has failed too often.
 
     SIGTERM, SIGINT and SIGUSR1 are passed on to the command, which saves; it isn't started again.
+    SIGUSR1 goes on as SIGTERM, as horovodrun and shells die of the other; mpirun, which hands it to
+    the ranks and kills them soon after SIGTERM, gets it as it is.
 
     Args:
       config: how often.
@@ -88,15 +98,24 @@ class Supervisor:
         return code
 
     def _run_once(self) -> int:
+        said = _Said() if any("horovodrun" in word for word in self._command) else None
         try:
             # A session of its own: Ctrl-C reaches it once, by this process.
-            self._process = subprocess.Popen(self._command, start_new_session=True)
+            self._process = subprocess.Popen(
+                self._command,
+                start_new_session=True,
+                stderr=None if said is None else subprocess.PIPE,
+            )
         except OSError as error:
             raise UserError(f"cannot start {self._command[0]}: {error.strerror}") from error
         if self._signal:  # it came in between
-            self._process.send_signal(self._signal)
+            self._process.send_signal(self._passed(self._signal))
+        if said is not None:
+            said.read(self._process.stderr)
         code = self._process.wait()
         self._process = None
+        if code == 1 and said is not None:
+            code = said.first_ranks_code() or code
         return code if code >= 0 else 128 - code
 
     def _wait(self) -> None:
@@ -111,10 +130,40 @@ class Supervisor:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
         if self._process is not None:
-            self._process.send_signal(number)
+            self._process.send_signal(self._passed(number))
+
+    def _passed(self, number: int) -> int:
+        """Returns the signal that has this command save, for one that came here."""
+        by_mpi = Path(self._command[0]).name in ("mpirun", "mpiexec")
+        return signal.SIGTERM if number == signal.SIGUSR1 and not by_mpi else number
 
     def _say(self, text: str) -> None:
         print(f"tfbig launch: {text}", file=sys.stderr, flush=True)
+
+
+class _Said:
+    """What a command says on standard error: passed on, and searched for a rank's exit code."""
+
+    def __init__(self) -> None:
+        self._code = 0
+
+    def read(self, stream: IO[bytes] | None) -> None:
+        """Starts to pass it on."""
+        self._thread = threading.Thread(target=self._pass_on, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def first_ranks_code(self) -> int:
+        """Returns the code that horovodrun told of, 0 for none; after the command's end."""
+        self._thread.join(_PIPE_PATIENCE)
+        return self._code
+
+    def _pass_on(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            if match := _FIRST_RANKS_CODE.fullmatch(line):
+                self._code = int(match[1])
+            with contextlib.suppress(OSError):  # the command must not wait for our reader
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
 
 
 def _run_dir(command: Sequence[str]) -> str:

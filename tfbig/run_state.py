@@ -255,7 +255,9 @@ class StateKeeper:
         """
         start = time.perf_counter()
         slices = list(self._trainer.state_slices())
-        error = free_disk_error(self._folder.checkpoints_dir, num_bytes_to_write(slices))
+        # All ranks write to one file system, which `check_shared` saw to.
+        num_bytes = self._trainer.agree(num_bytes_to_write(slices), "sum")
+        error = free_disk_error(self._folder.checkpoints_dir, num_bytes)
         raise_together(self._trainer, error)
         if self._saving is not None:  # it uses the same room in host memory
             self._finished.append(self._saving.result())
@@ -279,7 +281,8 @@ class StateKeeper:
         """Returns the checkpoints completed since the last call.
 
         Args:
-          wait: whether to wait for one that is under way; then all ranks call it.
+          wait: whether to wait for one that is under way, on all ranks, which all call it: rank 0
+            has more to do than the others, and what ends first has the launcher end the rest.
 
         Raises:
           CheckpointError: it could not be written.
@@ -287,7 +290,7 @@ class StateKeeper:
         if self._saving is not None and (wait or self._saving.is_done):
             saving, self._saving = self._saving, None
             self._finished.append(saving.result())
-        if wait and self._is_alone:  # the others have written nothing, and end with rank 0's save
+        if wait:
             self._trainer.agree(0, "max")
         done, self._finished = self._finished, []
         return done

@@ -89,7 +89,7 @@ class SavedRun:
         if step not in found:
             steps = ", ".join(str(number) for number in sorted(found))
             raise UserError(f"{run} has no checkpoint of step {step}: take one of {steps}.")
-        return cls(folder, config, CheckpointReader(found[step].path))
+        return cls(folder, config, CheckpointReader(found[step].path, checks_digests=True))
 
     @property
     def step(self) -> int:

@@ -164,7 +164,9 @@ def _pulse(config: Config, trainer: Any, folder: RunFolder, held: contextlib.Exi
     from tfbig.watchdog import Watchdog
 
     timeout = config.robustness.hang_timeout
-    watchdog = held.enter_context(Watchdog(folder, trainer.rank, trainer.size, timeout))
+    watchdog = held.enter_context(
+        Watchdog(folder, trainer.rank, trainer.size, timeout, trainer.stalled)
+    )
     held.enter_context(lost_hosts_named(watchdog.hosts))
     return watchdog.pulse
 

@@ -218,5 +218,12 @@ class Trainer(abc.ABC):
         """
         return no_spans
 
+    def stalled(self) -> list[str]:
+        """Returns what is known of collectives that wait for ranks, a line each.
+
+        A watchdog's thread calls it when nothing moves any more; it may take a minute.
+        """
+        return []
+
     def close(self) -> None:  # noqa: B027 - most strategies have nothing to close
         """Shuts the engine down; another Trainer can be built in the same process."""

@@ -20,6 +20,7 @@ from tensorflow.python.framework import auto_control_deps
 from tfbig.command import SIZES
 from tfbig.errors import UserError
 from tfbig.horovod_build import check_installed
+from trainers import stalled
 from trainers.clock import Clock, Timer
 
 check_installed()  # before an import that fails obscurely when TensorFlow has changed
@@ -203,6 +204,7 @@ class Engine:
         which tensors timing fuses.
       gloo_timeout: seconds after which a silent peer counts as dead; 0 takes 60, and one a rank
         beyond 60 ranks, whose start takes longer.
+      hang_timeout: seconds after which a watchdog will ask for `stalled`; 0 for never.
     """
 
     def __init__(
@@ -210,7 +212,9 @@ class Engine:
         groups: Sequence[tuple[str, Sequence[int]]] = (),
         deterministic: bool = False,
         gloo_timeout: int = 0,
+        hang_timeout: float = 0.0,
     ) -> None:
+        stalled.check_often(hang_timeout)
         world_size = int(os.environ.get("HOROVOD_SIZE", "1"))
         gloo_timeout = gloo_timeout or max(_SILENT_SECONDS, world_size)
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(gloo_timeout))
@@ -232,6 +236,7 @@ class Engine:
             Group(axis, ranks, sets.get(tuple(ranks)), self.rank) for axis, ranks in groups
         ]
         self._functions: dict[Any, Callable] = {}
+        self._waits_in = ""
 
     def everyone(self, axis: str) -> Group:
         """Returns the group of all ranks under the name of an axis."""
@@ -296,15 +301,30 @@ class Engine:
         if failure:
             raise failure[0]
 
+    def stalled(self) -> list[str]:
+        """Returns what is known of collectives that wait, a line each; for a watchdog's thread.
+
+        It calls none, and takes as long as Horovod may be silent about them.
+        """
+        own = [f"This rank waits in {self._waits_in}."] if self._waits_in else []
+        return own + stalled.heard()
+
     def close(self) -> None:
         """Shuts Horovod down, after which another Engine can start."""
         hvd.shutdown()
 
     def _function(self, kind: str, body: Callable, key: Any, signature: Any = None) -> Callable:
         if (kind, key) not in self._functions:
-            self._functions[kind, key] = tf.function(
-                body, autograph=False, input_signature=signature
-            )
+            function = tf.function(body, autograph=False, input_signature=signature)
+
+            def noted(value: Any) -> Any:
+                self._waits_in = f"{self.world.axis}.{kind}" + (f" ({key})" if key else "")
+                try:
+                    return function(value)
+                finally:
+                    self._waits_in = ""
+
+            self._functions[kind, key] = noted
         return self._functions[kind, key]
 
 

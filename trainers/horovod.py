@@ -37,7 +37,10 @@ class HorovodTrainer(ReplicaTrainer):
         self.config = config
         self._reduction = gradient_reduction(config.parallel)
         # Horovod starts before TensorFlow touches a device, so that each process can pin its own.
-        self._engine = Engine(deterministic=config.parallel.deterministic)
+        self._engine = Engine(
+            deterministic=config.parallel.deterministic,
+            hang_timeout=config.robustness.hang_timeout,
+        )
         self.rank = self.data_rank = self._engine.rank
         self.size = self.data_size = self.num_replicas = self._engine.size
         gpu = prepare_devices(config.parallel, self._engine.local_rank, self._engine.local_size)
@@ -76,6 +79,9 @@ class HorovodTrainer(ReplicaTrainer):
 
     def differing_replicas(self) -> list[tuple[str, list[int]]]:
         return self._replica_check.differing()
+
+    def stalled(self) -> list[str]:
+        return self._engine.stalled()
 
     def close(self) -> None:
         self._engine.close()

@@ -63,9 +63,9 @@ class PipelineTrainer(Trainer):
         finally:
             self._engine.close()
         self._num_chunks = num_chunks(config)
-        self._engine = Engine(
-            mesh_groups(self.mesh, self._num_chunks > 1, model.tied_head), parallel.deterministic
-        )
+        groups = mesh_groups(self.mesh, self._num_chunks > 1, model.tied_head)
+        timeout = config.robustness.hang_timeout
+        self._engine = Engine(groups, parallel.deterministic, hang_timeout=timeout)
         self.rank, self.size = self._engine.rank, self._engine.size
         self.places = self.mesh.coordinates(self.rank)
         self.data_rank = self.places["data"]
@@ -114,6 +114,9 @@ class PipelineTrainer(Trainer):
 
     def barrier(self, timeout: float) -> None:
         self._engine.barrier(timeout)
+
+    def stalled(self) -> list[str]:
+        return self._engine.stalled()
 
     def close(self) -> None:
         self._engine.close()

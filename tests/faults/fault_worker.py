@@ -2,11 +2,12 @@
 
 usage: fault_worker.py KIND RANK STEP FLAGS..., where KIND is
   exit0    the rank's process ends with code 0
-  short    the rank thinks it is done and leaves the loop
+  short    the rank takes the step for the run's last: it evaluates and saves, while others train
   stop     the rank's process is stopped by SIGSTOP
   flip     one bit of one weight changes, of the rank's last replica
 """
 
+import dataclasses
 import os
 import signal
 import sys
@@ -21,15 +22,16 @@ from tfbig import train  # noqa: E402
 from tfbig.loop import Loop  # noqa: E402
 
 
-def befall(kind: str, trainer) -> None:
+def befall(kind: str, loop: Loop) -> None:
     if kind == "exit0":
         os._exit(0)
     if kind == "short":
-        sys.exit(0)
+        run = dataclasses.replace(loop.config.run, steps=loop.progress.step + 1)
+        loop.config = dataclasses.replace(loop.config, run=run)
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "flip":
-        variable = trainer._locals[-1].variables["transformer_blocks/0/ffn/up/bias"]
+        variable = loop.trainer._locals[-1].variables["transformer_blocks/0/ffn/up/bias"]
         bits = variable.numpy().view(np.uint32)
         bits[3] ^= 1
         variable.assign(bits.view(np.float32))
@@ -41,7 +43,7 @@ def main(kind: str, rank: int, step: int, flags: list[str]) -> None:
 
         def launch(self, progress):
             if progress.step == step:
-                befall(kind, self.trainer)
+                befall(kind, self)
             return real(self, progress)
 
         Loop._launch = launch

@@ -11,6 +11,8 @@ from tfbig import train
 from tfbig.bad_steps import BadSteps
 from tfbig.config import Config, replace_fields
 from tfbig.errors import RunError, UserError
+from tfbig.loop import Progress
+from tfbig.replay import first_sample
 from tfbig.run_folder import read_events, read_metrics
 
 BAD_STEP, STEPS, GLOBAL_BATCH = 32, 34, 6
@@ -133,6 +135,43 @@ def test_rollback_leaves_out_what_lies_between(tmp_path, flags):
     )
     assert records[-1]["consumed_samples"] == STEPS * 6 + 12
     assert [e["step"] for e in events_of(tmp_path, "checkpoint")] == [15, 30, STEPS]
+
+
+def test_a_replay_takes_the_samples_that_the_rollback_left(tmp_path, flags, capsys):
+    flags = [*flags, f"--run_dir={tmp_path}", "--bad_step_policy=rollback"]
+    assert train._body(flags) == 0
+    losses = {record["step"]: record["loss"] for record in read_metrics(tmp_path)}
+    for step in (31, 33, BAD_STEP):
+        capsys.readouterr()
+        assert train._body([*flags, f"--replay_step={step}"]) == 0
+        shown = capsys.readouterr().out
+        assert f"replaying step {step} from step 30 and sample" in shown
+        first = FIRST if step == BAD_STEP else FIRST + 6 + (step - 31) * 6
+        assert f"samples {first} to {first + 5} (6)" in shown
+        loss = float(re.search(rf"step {step}: loss (\S+), ", shown)[1])
+        if step == BAD_STEP:  # not as it was made later, when it was good
+            assert "SKIPPED" in shown and loss > losses[step] + 1
+        else:
+            assert loss == pytest.approx(losses[step], rel=1e-4)
+
+
+def test_where_a_replay_begins():
+    def rollback(to_step, first, last):
+        return {"event": "rollback", "to_step": to_step, "first_sample": first, "last_sample": last}
+
+    bad, start = {"event": "bad_step", "step": 12}, {"event": "start", "step": 10}
+    at = Progress(10, 60)
+    assert first_sample([], 12, at) == first_sample([start], 12, at) == 60
+    once = [bad, rollback(10, 60, 71)]
+    assert first_sample(once, 11, at) == 72 and first_sample(once, 12, at) == 60
+    twice = [*once, bad, rollback(10, 60, 83)]
+    assert first_sample(twice, 11, at) == 84 and first_sample(twice, 12, at) == 72
+    # A process that starts again takes the samples that were left out.
+    assert first_sample([*once, start], 11, at) == 60
+    # The checkpoint was saved anew on the way from an older one.
+    assert first_sample([*once, rollback(5, 30, 71)], 12, Progress(10, 102)) == 102
+    # What happens after a later checkpoint is another way.
+    assert first_sample([*once, rollback(15, 102, 113)], 11, at) == 72
 
 
 def test_stop_ends_with_one_line(tmp_path, flags, capsys):

@@ -13,6 +13,7 @@ from tfbig import launch
 from tfbig.checkpoint_format import RunState, Slice
 from tfbig.checkpoint_writer import CheckpointWriter
 from tfbig.errors import UserError
+from tfbig.launching.launch_config import LaunchConfig
 
 LAUNCH = [sys.executable, "-m", "tfbig.launch", "--"]
 # Saves a checkpoint at each start and fails until its fourth.
@@ -95,6 +96,66 @@ def test_what_gets_nowhere_is_given_up(tmp_path, capsys):
 def test_done_mistaken_and_stopped_are_final(code, tmp_path, capsys):
     assert launch_here("--", "sh", "-c", f"exit {code}", f"--run_dir={tmp_path}") == code
     assert "restart" not in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("code", [2, 143])
+def test_what_a_rank_under_horovodrun_ended_with_is_final(code, tmp_path, capfd):
+    command = ["horovodrun", "-np", "1", "sh", "-c", f"echo because >&2; exit {code}"]
+    assert launch_here("--", *command, f"--run_dir={tmp_path}") == code
+    error = capfd.readouterr().err
+    assert "because" in error and f"Exit code: {code}" in error and "restart" not in error
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_under_horovodrun_is_started_again(tmp_path, capfd):
+    text = "echo Exit code: 2 >&2; kill -9 $$"  # what a rank says counts for nothing
+    command = ["horovodrun", "-np", "1", "sh", "-c", text, f"--run_dir={tmp_path}"]
+    assert launch_here("--restarts=1", "--", *command) == 137
+    assert capfd.readouterr().err.count("code 137 after") == 2
+
+
+RANK_THAT_SAVES = """
+import signal, sys, time
+def save(number, frame):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(143)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_has_ranks_save_under_horovodrun_which_waits(name, tmp_path):
+    rank = ["horovodrun", "-np", "1", sys.executable, "-c", RANK_THAT_SAVES]
+    process = subprocess.Popen(
+        [*LAUNCH, *rank, f"--run_dir={tmp_path}"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert any("ready" in line for line in process.stdout)
+        process.send_signal(getattr(signal, name))
+        assert process.wait(timeout=60) == 143
+        # It was there to hear the rank to its end.
+        rest = process.stdout.read()
+        assert "saved" in rest and "Process 0 exit with status code 143" in rest
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_mpirun_gets_the_signal_that_it_hands_on():
+    def passed(*command: str) -> int:
+        return launch.Supervisor(LaunchConfig(), command, "run")._passed(signal.SIGUSR1)
+
+    assert passed("/usr/bin/mpirun", "-np", "2", "python") == signal.SIGUSR1
+    assert passed("python", "-m", "tfbig.train") == signal.SIGTERM
 
 
 def test_a_signal_reaches_the_command_and_ends_it(tmp_path):

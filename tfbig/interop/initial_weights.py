@@ -47,7 +47,7 @@ def open_weights(
             f"--init_from={path} is a run's folder: name one of its checkpoints, such as "
             f"{checkpoints[-1].path}."
         )
-    reader = CheckpointReader(path)
+    reader = CheckpointReader(path, checks_digests=True)
     reader.check_files()
     if not has_adapters(reader.paths()):
         return reader

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 _LINES = 40  # of a rank's output that are kept
 _OWN_END = 3.0  # seconds in which the others end by themselves when one has failed
-_TERM_PATIENCE = 5.0  # seconds after SIGTERM, as horovodrun's
+_TERM_PATIENCE = 5.0  # seconds after SIGTERM: the others of a failed job have nothing to save
 _ERROR = re.compile(r"tfbig \w+: error: .*")
 
 
