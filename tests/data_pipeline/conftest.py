@@ -1,4 +1,7 @@
+import dataclasses
+
 import pytest
+from preparing import make_several_inputs
 from sample_corpus import SEQUENCE_LENGTH, corpus_documents
 
 from data_pipeline.preparation import prepare
@@ -38,3 +41,15 @@ def data_folder(corpus, tmp_path_factory):
         keep_tokens=True,
     )
     return prepare(config, say=lambda text: None)
+
+
+@pytest.fixture
+def several(tmp_path, prepare_config, data_folder):
+    make_several_inputs(tmp_path / "several")
+    return dataclasses.replace(
+        prepare_config,
+        source=str(tmp_path / "several"),
+        tokenizer=str(data_folder / "tokenizer.json"),
+        chunk_bytes=1000,
+        keep_tokens=True,
+    )
