@@ -124,6 +124,18 @@ class Group:
         splits = tf.constant(list(counts), tf.int32)
         return self._move(_alltoall, tensor, name, clock, splits=splits)
 
+    def exchange_counted(
+        self, tensor: tf.Tensor, counts: Sequence[int], name: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns what `exchange` does, and how many rows each member sent here, int32."""
+        splits = tf.constant(list(counts), tf.int32)
+        if self.size == 1:
+            return tf.identity(tensor), splits
+        is_narrow = tensor.dtype == tf.bfloat16  # as in _move
+        sent = tf.bitcast(tensor, tf.uint16) if is_narrow else tensor
+        rows, received = self._run(mpi_ops.alltoall, sent, name, None, {"splits": splits})
+        return tf.bitcast(rows, tf.bfloat16) if is_narrow else rows, received
+
     def _sum(
         self, call: Callable, tensor: tf.Tensor, name: str, clock: Timer | None, **options: Any
     ) -> tf.Tensor:
@@ -168,6 +180,11 @@ class Group:
 def _alltoall(tensor: tf.Tensor, **options: Any) -> tf.Tensor:
     """Horovod's, without the counts that were received."""
     return mpi_ops.alltoall(tensor, **options)[0]
+
+
+def fact(name: str) -> Any:
+    """Returns what Horovod answers about its build or its world, e.g. to "mpi_built"."""
+    return getattr(mpi_ops, name)()
 
 
 def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:

@@ -5,47 +5,40 @@ outside a tf.function is put into one, and names are fixed. After `smp.init()` t
 among the data ranks, the holders of the same stage, as they were with SageMaker's library.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfbig.errors import UserError
+from trainers import hvd_facts, hvd_options
 from trainers.hvd_gradients import DistributedGradientTape as _Tape
 from trainers.hvd_gradients import distributed_optimizer, reduce_inside_graph
+from trainers.hvd_options import NOT_SERVED, check_gradient_op, check_options, operation
 from trainers.object_messages import broadcast_object_in, gather_objects
 from trainers.script_session import is_keras, session, unwrapped
 
-Average, Sum, Min, Max = "average", "sum", "min", "max"
+Average, Sum = hvd_options.Average, hvd_options.Sum
+Min, Max = hvd_options.Min, hvd_options.Max
 
-# Options of Horovod's calls that change nothing here: devices, groups of tensors and the name scope
-# are the engine's business, and a table's gradient becomes dense anyway.
-WITHOUT_EFFECT = (
-    "device_dense device_sparse sparse_as_dense num_groups groups gradient_predivide_factor"
-    " ignore_name_scope use_locking session inplace"
-).split()
-# Names of Horovod's that are not here, and what serves instead.
-NOT_SERVED = {
-    "Adasum": "hvd.Average and hvd.Sum are",
-    "Product": "hvd.Sum, hvd.Min and hvd.Max are",
-    "ProcessSet": "groups of ranks are those of trainers.smp, or a mesh of `tfbig train`",
-    "add_process_set": "groups of ranks are those of trainers.smp, or a mesh of `tfbig train`",
-    "remove_process_set": "groups of ranks are those of trainers.smp, or a mesh of `tfbig train`",
-    "global_process_set": "leave process_set out: calls are among all data ranks",
-    "broadcast_global_variables": "TensorFlow 2 collects no variables: hvd.broadcast_variables",
-    "BroadcastGlobalVariablesHook": "TensorFlow 2 has no sessions: hvd.broadcast_variables",
-    "PartialDistributedGradientTape": "reduce what is shared by hvd.grouped_allreduce",
-    "SyncBatchNormalization": "keras.layers.BatchNormalization of each rank's rows",
-    "elastic": "a run that stops resumes from its checkpoint on any number of ranks",
-    "grouped_allgather": "hvd.allgather",
-    "grouped_reducescatter": "hvd.reducescatter",
-    "join": "give every rank as many batches, by take() or drop_remainder=True",
-    "cross_rank": "hosts have no numbers: hvd.rank() // hvd.local_size()",
-    "cross_size": "hvd.size() // hvd.local_size()",
-    "start_timeline": "set HOROVOD_TIMELINE at the launch",
-    "stop_timeline": "set HOROVOD_TIMELINE at the launch",
-}
+ccl_built = hvd_facts.ccl_built
+cuda_built = hvd_facts.cuda_built
+ddl_built = hvd_facts.ddl_built
+gloo_built = hvd_facts.gloo_built
+gloo_enabled = hvd_facts.gloo_enabled
+is_homogeneous = hvd_facts.is_homogeneous
+local_rank_op = hvd_facts.local_rank_op
+local_size_op = hvd_facts.local_size_op
+mpi_built = hvd_facts.mpi_built
+mpi_enabled = hvd_facts.mpi_enabled
+mpi_threads_supported = hvd_facts.mpi_threads_supported
+nccl_built = hvd_facts.nccl_built
+process_set_included_op = hvd_facts.process_set_included_op
+rank_op = hvd_facts.rank_op
+rocm_built = hvd_facts.rocm_built
+size_op = hvd_facts.size_op
 
 
 class Compression:
@@ -116,22 +109,22 @@ def allreduce(
     Raises:
       UserError: an option that isn't served.
     """
-    _check_options("allreduce", options)
-    if average is not None and op is not None:
-        raise UserError("allreduce takes average= or op=, not both.")
-    op = op or (Sum if average is False else Average)
+    check_options("allreduce", options)
+    op = operation("allreduce", average, op)
     group = session().line("data")
 
     def body(value: tf.Tensor, name: str) -> tf.Tensor:
-        sent = tf.cast(value, compression) if compression and value.dtype.is_floating else value
-        sent = group.all_reduce(
-            _scaled(sent, prescale_factor), name, "sum" if op == Average else op
-        )
+        sent = _scaled(_compressed(value, compression), prescale_factor)
+        sent = group.all_reduce(sent, name, "sum" if op == Average else op)
         sent = tf.cast(sent, value.dtype)
         return _scaled(_mean(sent, group.size) if op == Average else sent, postscale_factor)
 
     scales = f"{prescale_factor:g}_{postscale_factor:g}"
     return session().in_graph(body, tensor, f"allreduce_{op}_{compression}_{scales}", name or "")
+
+
+def _compressed(tensor: tf.Tensor, compression: tf.DType | None) -> tf.Tensor:
+    return tf.cast(tensor, compression) if compression and tensor.dtype.is_floating else tensor
 
 
 def _mean(total: tf.Tensor, count: int) -> tf.Tensor:
@@ -148,36 +141,81 @@ def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
     return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
 
 
-def reducescatter(tensor: Any, op: str = Average, name: str | None = None) -> tf.Tensor:
+def reducescatter(
+    tensor: Any,
+    op: str = Average,
+    name: str | None = None,
+    compression: tf.DType | None = Compression.none,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    **options: Any,
+) -> tf.Tensor:
     """Returns this data rank's rows of the mean or sum over the data ranks.
 
     Args:
       tensor: its first dim is divisible by the number of data ranks.
       op: Average or Sum.
       name: fixed; calls without one are counted.
+      compression: what it is rounded to on its way.
+      prescale_factor: what the tensor is multiplied by before it is sent.
+      postscale_factor: what the result is multiplied by.
+      **options: of WITHOUT_EFFECT.
     """
-    _check_gradient_op("reducescatter", op)
+    check_options("reducescatter", options)
+    check_gradient_op("reducescatter", op)
     group = session().line("data")
     rows = unwrapped(tensor).shape[0]
     if rows is None or rows % group.size:
         raise UserError(f"reducescatter: {rows} rows are no multiple of {group.size} data ranks.")
 
     def body(value: tf.Tensor, name: str) -> tf.Tensor:
-        own = group.reduce_scatter(value, name)
-        return _mean(own, group.size) if op == Average else own
+        sent = _scaled(_compressed(value, compression), prescale_factor)
+        own = tf.cast(group.reduce_scatter(sent, name), value.dtype)
+        return _scaled(_mean(own, group.size) if op == Average else own, postscale_factor)
 
-    return session().in_graph(body, tensor, f"reducescatter_{op}", name or "")
-
-
-def grouped_allreduce(tensors: Sequence[Any], op: str = Average) -> list[tf.Tensor]:
-    """Returns several tensors' means or sums over the data ranks."""
-    if op not in (Average, Sum):
-        raise UserError(f"grouped_allreduce takes hvd.Average and hvd.Sum, not {op}.")
-    return [t for t in reduce_inside_graph(tensors, op == Average, None) if t is not None]
+    kind = f"reducescatter_{op}_{compression}_{prescale_factor:g}_{postscale_factor:g}"
+    return session().in_graph(body, tensor, kind, name or "")
 
 
-def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
-    """Returns the data ranks' tensors joined along the first dim; it may differ in length."""
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    compression: tf.DType | None = Compression.none,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    **options: Any,
+) -> list[tf.Tensor]:
+    """Returns several tensors' means or sums over the data ranks.
+
+    Args:
+      tensors: in the same order on every rank.
+      average: Horovod's older way to say `op`.
+      compression: what they are rounded to on their way.
+      op: Average (default) or Sum.
+      prescale_factor: what the tensors are multiplied by before they are sent.
+      postscale_factor: what the results are multiplied by.
+      name: no effect; calls are counted.
+      **options: of WITHOUT_EFFECT.
+    """
+    check_options("grouped_allreduce", options)
+    op = operation("grouped_allreduce", average, op)
+    check_gradient_op("grouped_allreduce", op)
+    sent = [_scaled(unwrapped(tensor), prescale_factor) for tensor in tensors]
+    reduced = reduce_inside_graph(sent, op == Average, compression)
+    return [_scaled(tensor, postscale_factor) for tensor in reduced if tensor is not None]
+
+
+def allgather(tensor: Any, name: str | None = None, **options: Any) -> tf.Tensor:
+    """Returns the data ranks' tensors joined along the first dim; it may differ in length.
+
+    Args:
+      tensor: this rank's.
+      name: fixed; calls without one are counted.
+      **options: of WITHOUT_EFFECT.
+    """
+    check_options("allgather", options)
     group = session().line("data")
 
     def body(value: tf.Tensor, name: str) -> tf.Tensor:
@@ -189,8 +227,9 @@ def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
     return session().in_graph(body, tensor, "allgather", name or "")
 
 
-def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
-    """Returns one data rank's tensor on all of them."""
+def broadcast(tensor: Any, root_rank: int, name: str | None = None, **options: Any) -> tf.Tensor:
+    """Returns one data rank's tensor on all of them; options are those of WITHOUT_EFFECT."""
+    check_options("broadcast", options)
     group = session().line("data")
 
     def body(value: tf.Tensor, name: str) -> tf.Tensor:
@@ -199,42 +238,100 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor
     return session().in_graph(body, tensor, f"broadcast_{root_rank}", name or "")
 
 
-def alltoall(tensor: Any, splits: Sequence[int], name: str | None = None) -> tf.Tensor:
-    """Sends rows of the first dim to each data rank; returns those that came.
+def alltoall(tensor: Any, splits: Any = None, name: str | None = None, **options: Any) -> Any:
+    """Sends rows of the first dim to each data rank.
 
     Args:
       tensor: rows for rank 0 first, then for rank 1, ...
-      splits: rows for each rank, plain numbers.
+      splits: rows for each rank, known when the call is traced; None shares them out equally.
       name: fixed.
+      **options: of WITHOUT_EFFECT.
+
+    Returns:
+      The rows that came, and with `splits` how many came from each rank besides.
+
+    Raises:
+      UserError: there are no equal shares, or the splits aren't known.
     """
+    check_options("alltoall", options)
     group = session().line("data")
+    if splits is None:
+        num_rows = unwrapped(tensor).shape[0]
+        if num_rows is None or num_rows % group.size:
+            raise UserError(
+                f"alltoall: {num_rows} rows are no multiple of {group.size} data ranks: give"
+                " splits."
+            )
+        counts = [num_rows // group.size] * group.size
+    else:
+        known = tf.get_static_value(splits) if tf.is_tensor(splits) else splits
+        if known is None:
+            raise UserError("alltoall: give splits as numbers, not as a tensor of the function.")
+        counts = [int(count) for count in known]
 
-    def body(value: tf.Tensor, name: str) -> tf.Tensor:
-        return group.exchange(value, list(splits), name)
+    def body(value: tf.Tensor, name: str) -> Any:
+        if splits is None:
+            return group.exchange(value, counts, name)
+        return group.exchange_counted(value, counts, name)
 
-    return session().in_graph(body, tensor, f"alltoall_{tuple(splits)}", name or "")
+    kind = f"alltoall_{splits is None}_{tuple(counts)}"
+    return session().in_graph(body, tensor, kind, name or "")
 
 
-def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
+def broadcast_(
+    variables: Sequence[Any], root_rank: int, name: str | None = None, **options: Any
+) -> list[tf.Tensor]:
+    """Gives every data rank one rank's values of variables, and returns these.
+
+    Args:
+      variables: as for broadcast_variables.
+      root_rank: whose values.
+      name: no effect; calls are counted.
+      **options: of WITHOUT_EFFECT.
+    """
+    broadcast_variables(variables, root_rank, **options)
+    return [unwrapped(variable) for variable in variables]
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int = 0, **options: Any) -> None:
     """Gives every data rank one rank's values of variables.
 
     Args:
       variables: tf.Variables or Keras Variables, the same list on every rank.
       root_rank: whose values.
+      **options: of WITHOUT_EFFECT.
     """
+    check_options("broadcast_variables", options)
     for variable in variables:
         value = broadcast(variable, root_rank, None)
         target = variable.value if is_keras(variable) else variable
         target.assign(value)
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Returns one data rank's object: numbers, texts, arrays, lists, tuples and dicts of them."""
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, **options: Any) -> Any:
+    """Returns one data rank's object: numbers, texts, arrays, lists, tuples and dicts of them.
+
+    Args:
+      obj: the root's; others' don't matter.
+      root_rank: whose.
+      name: no effect.
+      **options: of WITHOUT_EFFECT.
+    """
+    check_options("broadcast_object", options)
     return broadcast_object_in(session().line("data"), obj, root_rank)
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Returns the data ranks' objects, in order of rank."""
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None, **options: Any
+) -> Callable[[Any], Any]:
+    """Returns broadcast_object of one root; arguments are as there, `session` has no effect."""
+    check_options("broadcast_object_fn", options)
+    return functools.partial(broadcast_object, root_rank=root_rank, name=name)
+
+
+def allgather_object(obj: Any, name: str | None = None, **options: Any) -> list[Any]:
+    """Returns the data ranks' objects, in order of rank; options are those of WITHOUT_EFFECT."""
+    check_options("allgather_object", options)
     return gather_objects(session().line("data"), obj)
 
 
@@ -260,8 +357,8 @@ def DistributedGradientTape(
     Raises:
       UserError: another option.
     """
-    _check_options("DistributedGradientTape", options)
-    _check_gradient_op("DistributedGradientTape", op)
+    check_options("DistributedGradientTape", options)
+    check_gradient_op("DistributedGradientTape", op)
     return _Tape(gradtape, op == Average, compression)
 
 
@@ -278,30 +375,14 @@ def DistributedOptimizer(
     Raises:
       UserError: backward_passes_per_step other than 1, or an option that isn't served.
     """
-    _check_options("DistributedOptimizer", options)
-    _check_gradient_op("DistributedOptimizer", op)
+    check_options("DistributedOptimizer", options)
+    check_gradient_op("DistributedOptimizer", op)
     if backward_passes_per_step != 1:
         raise UserError(
             f"backward_passes_per_step={backward_passes_per_step} isn't served: add gradients up in"
             " the script, or train by `tfbig train --microbatches`."
         )
     return distributed_optimizer(optimizer, op == Average, compression)
-
-
-def _check_options(caller: str, options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in WITHOUT_EFFECT and value is not None:
-            raise UserError(f"hvd.{caller}({name}={value!r}) isn't served: leave it out.")
-
-
-def _check_gradient_op(caller: str, op: str) -> None:
-    if op not in (Average, Sum):
-        raise UserError(f"{caller} takes op=hvd.Average or op=hvd.Sum, not {op}.")
-
-
-def to_tensor(value: Any) -> tf.Tensor:
-    """Returns a tensor of a tensor or a variable of either kind."""
-    return unwrapped(value)
 
 
 def __getattr__(name: str) -> Any:

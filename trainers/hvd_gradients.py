@@ -36,7 +36,7 @@ def reduce_gradients(
         shapes = {key: dense[key].shape for key in sizes}
         for keys in plan_buckets(sizes, BUCKET_BYTES // tf.as_dtype(dtype).size):
             flat = flatten(dense, keys)
-            sent = tf.cast(flat, wire_dtype) if wire_dtype else flat
+            sent = tf.cast(flat, wire_dtype) if wire_dtype and flat.dtype.is_floating else flat
             sent = group.all_reduce(sent, session().name("gradients"))
             sent = tf.cast(sent, flat.dtype)
             reduced |= unflatten(sent / group.size if average else sent, shapes, keys)

@@ -37,12 +37,28 @@ class CheckpointManager:
         self.directory = os.path.join(directory, f"partition_{self._places['pipeline']}")
         self._manager: tf.train.CheckpointManager | None = None
 
-    def save(self) -> str | None:
-        """Saves, on every rank at once, and returns this stage's path."""
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of this stage's checkpoints that are kept, the oldest first."""
+        found = tf.train.get_checkpoint_state(self.directory)
+        return list(found.all_model_checkpoint_paths) if found else []
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """Path of this stage's newest checkpoint, None without one."""
+        return tf.train.latest_checkpoint(self.directory)
+
+    def save(self, checkpoint_number: Any = None, **options: Any) -> str | None:
+        """Saves, on every rank at once, and returns this stage's path.
+
+        Args:
+          checkpoint_number: by which it is named, the same on all ranks; None counts the saves.
+          **options: of tf.train.CheckpointManager.save.
+        """
         manager = self._of_variables()
         path = None
         if self._places["data"] == 0:
-            path = manager.save()
+            path = manager.save(checkpoint_number, **options)
         else:
             manager.checkpoint.save_counter.assign_add(1)
         everyone = gather_objects(session().engine.world, path)  # waits until all are written
@@ -59,9 +75,7 @@ class CheckpointManager:
         Raises:
           UserError: the stages' checkpoints have no number in common, or the model isn't cut yet.
         """
-        found = tf.train.get_checkpoint_state(self.directory)
-        listed = found.all_model_checkpoint_paths if found else ()
-        paths = {int(path.rpartition("-")[2]): path for path in listed}
+        paths = {int(path.rpartition("-")[2]): path for path in self.checkpoints}
         everyone = gather_objects(session().engine.world, sorted(paths))
         if not any(everyone):
             return None

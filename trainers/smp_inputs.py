@@ -96,7 +96,10 @@ class StepInputs:
     ) -> tuple[str, list[list[tf.Tensor]], Any]:
         """Returns an argument's kind, its tensors by microbatch, and what else it consists of."""
         if hasattr(leaf, "smp_slice"):
-            slices = [leaf.smp_slice(self._num, k, axis or 0) for k in range(self._num)]
+            slices = [
+                leaf if axis is None else leaf.smp_slice(self._num, k, axis)
+                for k in range(self._num)
+            ]
             columns = zip(*(_tensors_of(part) for part in slices), strict=True)
             return "object", [list(column) for column in columns], slices[0]
         if isinstance(leaf, np.ndarray):

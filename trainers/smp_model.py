@@ -93,7 +93,7 @@ class DistributedModel(keras.Model):
             self._gather(cut, group)
             if engine.rank == 0:
                 self._save(cut, save_path)
-        engine.barrier(600)
+        engine.agree(0, "max")  # without a limit: rank 0 writes as long as it takes
 
     def _gather(self, cut: ModelCut, group: Any) -> None:
         """Gives the first stage the values of all others' variables."""

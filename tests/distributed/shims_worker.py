@@ -18,6 +18,7 @@ import tensorflow as tf  # noqa: E402
 
 from tfbig.errors import UserError  # noqa: E402
 from trainers import hvd, sdp, smp  # noqa: E402
+from trainers.script_session import session  # noqa: E402
 
 WIDTH, CLASSES, ROWS = 8, 3, 8
 
@@ -40,9 +41,21 @@ def check_hvd() -> None:
     rows = tf.range(size, dtype=tf.float32) * (rank + 1)
     np.testing.assert_allclose(hvd.reducescatter(rows, op=hvd.Sum), [rank * total])
     np.testing.assert_allclose(hvd.reducescatter(rows), [rank * total / size])
+    halved = {"prescale_factor": 0.5, "compression": hvd.Compression.fp16}
+    np.testing.assert_allclose(
+        hvd.reducescatter(rows, op=hvd.Sum, postscale_factor=4.0, **halved), [2 * rank * total]
+    )
+    check_grouped(rank, size)
+    check_exchanges(rank, size)
+    check_facts(rank, size)
     for refused in (
         lambda: hvd.allreduce(ones, process_set=[0]),
         lambda: hvd.reducescatter(tf.zeros([size + 1])),
+        lambda: hvd.allgather(ones, process_set=[0]),
+        lambda: hvd.grouped_allreduce([ones], op=hvd.Max),
+        lambda: hvd.grouped_allreduce([ones], average=True, op=hvd.Sum),
+        lambda: hvd.alltoall(tf.zeros([size + 1])),
+        lambda: hvd.size_op(process_set_id=1),
         lambda: hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Max),
         lambda: hvd.DistributedGradientTape(tf.GradientTape(), scale_local_gradients=True),
     ):
@@ -52,12 +65,11 @@ def check_hvd() -> None:
         hvd.join()
     gathered = hvd.allgather(tf.fill([rank + 1, 1], rank)).numpy()[:, 0]
     np.testing.assert_array_equal(gathered, np.repeat(np.arange(size), np.arange(size) + 1))
-    sent = hvd.alltoall(tf.range(size) + 10 * rank, [1] * size)
-    np.testing.assert_array_equal(sent, 10 * np.arange(size) + rank)
     thing = {"rank": rank, "array": np.arange(3), "pair": (1, "x", None)}
     found = hvd.broadcast_object(thing, root_rank=size - 1)
     assert found["rank"] == size - 1 and found["pair"] == (1, "x", None)
     np.testing.assert_array_equal(found["array"], np.arange(3))
+    assert hvd.broadcast_object_fn(root_rank=size - 1)(rank) == size - 1
     assert hvd.allgather_object(rank) == list(range(size))
 
     # Both kinds of variables, in and out of a tf.function.
@@ -65,8 +77,11 @@ def check_hvd() -> None:
     hvd.broadcast_variables(kept, root_rank=size - 1)
     np.testing.assert_array_equal(kept[0].numpy(), np.full(3, size - 1))
     kept[1].assign([float(rank)])
-    tf.function(lambda: hvd.broadcast_variables(kept, root_rank=0))()
+    tf.function(lambda: hvd.broadcast_variables(kept, root_rank=0, inplace=True))()
     np.testing.assert_array_equal(kept[1].numpy(), [0])
+    kept[1].assign([float(rank)])
+    (value,) = hvd.broadcast_(kept[1:], root_rank=size - 1)
+    np.testing.assert_array_equal([value, kept[1].numpy()], [[size - 1]] * 2)
 
     # A tape, in and out of a tf.function; a table's gradient becomes dense.
     table, unused = tf.Variable(tf.zeros([4, 2])), tf.Variable(1.0)
@@ -93,6 +108,51 @@ def check_hvd() -> None:
     hvd.shutdown()
     with pytest.raises(UserError, match=r"shutdown\(\) was called"):
         hvd.rank()
+
+
+def check_grouped(rank: int, size: int) -> None:
+    total = size * (size + 1) / 2
+    pair = [tf.constant([1.0, 2.0]) * (rank + 1), tf.constant([[rank + 1]])]
+    summed = hvd.grouped_allreduce(
+        pair, average=False, compression=hvd.Compression.fp16, ignore_name_scope=True
+    )
+    assert [tensor.dtype for tensor in summed] == [tf.float32, tf.int32]
+    np.testing.assert_allclose(summed[0], np.array([1, 2]) * total)
+    np.testing.assert_array_equal(summed[1], [[total]])
+    (mean,) = hvd.grouped_allreduce(pair[:1], prescale_factor=0.5, postscale_factor=4.0)
+    np.testing.assert_allclose(mean, np.array([2, 4]) * total / size)
+
+
+def check_exchanges(rank: int, size: int) -> None:
+    """Equal shares give rows alone; rank r sends r + 1 rows to the last rank, none to others."""
+    shares = tf.range(2 * size) + 100 * rank
+    expected = [100 * other + 2 * rank + row for other in range(size) for row in (0, 1)]
+    np.testing.assert_array_equal(hvd.alltoall(shares), expected)
+    splits = [0] * (size - 1) + [rank + 1]
+    rows = tf.fill([rank + 1, 2], tf.cast(rank, tf.bfloat16))
+    is_last = rank == size - 1
+    counts = np.arange(1, size + 1) if is_last else np.zeros(size)
+    for run in (hvd.alltoall, tf.function(hvd.alltoall)):
+        found, received = run(rows, tf.constant(splits) if run is hvd.alltoall else splits)
+        np.testing.assert_array_equal(received, counts)
+        assert found.dtype == tf.bfloat16 and found.shape[1] == 2
+        senders = np.repeat(np.arange(size), counts.astype(int))
+        np.testing.assert_array_equal(tf.cast(found[:, 0], tf.int32), senders)
+
+
+def check_facts(rank: int, size: int) -> None:
+    import horovod.tensorflow as stock
+
+    kinds = "mpi gloo nccl cuda rocm ddl ccl".split()
+    for name in [*(f"{kind}_built" for kind in kinds), "mpi_enabled", "gloo_enabled"]:
+        assert getattr(hvd, name)() == getattr(stock, name)(), name
+    assert hvd.gloo_enabled() != hvd.mpi_enabled() >= hvd.mpi_threads_supported()
+    assert hvd.is_homogeneous()
+    numbers = tf.function(
+        lambda: (hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op(name="n"))
+    )
+    assert [int(number) for number in numbers()] == [rank, size, rank, size]
+    assert int(hvd.process_set_included_op()) == 1
 
 
 def check_sdp() -> None:
@@ -203,12 +263,19 @@ def check_smp(folder: str, partitions: int) -> list[float]:
 
     checkpoint = tf.train.Checkpoint(model=model)
     manager = smp.CheckpointManager(checkpoint, f"{folder}/checkpoints_{partitions}_{size}")
-    assert manager.restore() is None
-    manager.save()
+    assert manager.restore() is None and manager.latest_checkpoint is None
+    assert manager.checkpoints == []
+    path = manager.save()
+    assert manager.checkpoints == [path] and manager.latest_checkpoint == path
     once = losses(model, use_tape=False, is_eager=True)
-    assert manager.restore() is not None
+    assert manager.restore() == path
     again = losses(model, use_tape=False, is_eager=True)
     np.testing.assert_allclose(again, once, rtol=1e-6)
+    named = manager.save(checkpoint_number=70)
+    assert named.endswith("-70") and manager.checkpoints == [path, named]
+    assert manager.latest_checkpoint == manager.restore() == named
+    if partitions == size == 2:
+        check_saved_model(model, f"{folder}/saved_model")
 
     @smp.step(non_split_inputs=["scale"], input_split_axes={"x": 1})
     def evaluate(x, scale):
@@ -224,6 +291,19 @@ def check_smp(folder: str, partitions: int) -> list[float]:
     smp.barrier()
     smp.shutdown()
     return first + once
+
+
+def check_saved_model(model: Net, folder: str) -> None:
+    """Rank 0 writes for as long as it takes: the others wait without a limit."""
+
+    def limited(timeout: float) -> None:
+        raise AssertionError(f"a wait of at most {timeout} s")
+
+    engine = session().engine
+    engine.barrier = limited
+    model.save_model(folder)
+    del engine.barrier
+    assert os.path.exists(f"{folder}/saved_model.pb")
 
 
 def check_messages(rank: int, size: int) -> None:

@@ -78,6 +78,14 @@ def test_arguments_are_cut_as_a_step_says():
     np.testing.assert_array_equal(first[2].values, [101])
 
 
+def test_an_object_that_is_not_to_be_cut_stays_whole():
+    inputs = make_inputs(non_split=("scale", "rows"))
+    for part in inputs.parts:
+        rows = inputs.call(body, part)[2]
+        np.testing.assert_array_equal(rows.values, [1, 2])
+        assert isinstance(rows, Rows) and rows.name == "rows"
+
+
 def test_one_trace_serves_calls_of_the_same_shapes_and_constants():
     assert make_inputs().key == make_inputs().key != make_inputs(8).key
 
