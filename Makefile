@@ -30,7 +30,7 @@ help:
 STAMP := $(VENV)/.tfbig-ready
 setup: $(STAMP)
 
-$(STAMP): setup.py tfbig/install_horovod.py tfbig/horovod_build.py tfbig/horovod_edits.py
+$(STAMP): setup.py tfbig/install_horovod.py $(wildcard tfbig/horovod_*.py)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || { \
 	  echo "make: Python 3.10 to 3.13 is needed, $(PYTHON) is not: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@{ $(BIN)/python -m pip --version; } >/dev/null 2>&1 || \

@@ -73,6 +73,11 @@ def test_prune_keeps_the_best_and_waits_for_no_job(run, capsys):
         (["lst"], "Did you mean list?"),
         (["list"], "name the run's folder"),
         (["list", "--run=nowhere"], "--run=nowhere is not a folder: name a run folder"),
+        (["prune", "--run=tests", "--keep_last=0"], "--keep_last=0 must be at least 1: "),
+        (["prune", "--run=tests", "--keep_best=-1"], "--keep_best=-1 must be at least 0: "),
+        (["prune", "--run=tests", "--keep_every=-1"], "--keep_every=-1 must be at least 0: "),
+        (["diff", "--run=tests", "--num_variables=-1"], "--num_variables=-1 must be at least 0: "),
+        (["verify", "--run=tests", "--step=-2"], "--step=-2 must be at least -1: "),
         (["list", "--run=tests"], "tests has no complete checkpoint yet: train it further"),
     ],
 )

@@ -14,6 +14,7 @@ from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.command import EXIT_FAULT, run_command
 from tfbig.errors import UserError
 from tfbig.flags import Flags
+from tfbig.number_rules import way_out
 from tfbig.run_folder import RunFolder
 from tfbig.run_lock import RunLock
 
@@ -121,8 +122,6 @@ def relative_difference(first: np.ndarray, second: np.ndarray) -> float:
 def prune_now(config: CheckpointsConfig) -> int:
     """Deletes what the rules don't keep, unless a job is writing there."""
     _checkpoints(config.run)
-    if config.keep_last < 1:
-        raise UserError(f"--keep_last={config.keep_last} must be at least 1.")
     folder = RunFolder(config.run)
     with RunLock(folder.path):
         deleted = prune(
@@ -186,7 +185,24 @@ def _body(arguments: Sequence[str]) -> int:
     summary = f"{'|'.join(ACTIONS)}: looks at a run's checkpoints and clears old ones."
     flags = Flags("checkpoints", (CheckpointsConfig,), summary)
     action, given = flags.parse_action("checkpoints", ACTIONS, arguments)
-    return ACTIONS[action](CheckpointsConfig(**given))
+    config = CheckpointsConfig(**given)
+    _check_numbers(config)
+    return ACTIONS[action](config)
+
+
+def _check_numbers(config: CheckpointsConfig) -> None:
+    least = {
+        "step": -1,
+        "other_step": -1,
+        "num_variables": 0,
+        "keep_last": 1,
+        "keep_every": 0,
+        "keep_best": 0,
+    }
+    for name, minimum in least.items():
+        value = getattr(config, name)
+        if value < minimum:
+            raise UserError(f"--{name}={value} must be at least {minimum}: {way_out(config, name)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
