@@ -4,6 +4,7 @@ TensorFlow is in the process already, so that a case costs milliseconds; what ca
 in one process (engines, devices) is tested where these are.
 """
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -18,10 +19,6 @@ from tfbig import evaluate, generate, prepare, presets, train
 from tfbig.checkpoint import list_checkpoints
 from tfbig.config import (
     Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
     count_parameters,
     flops_per_token,
     replace_fields,
@@ -32,6 +29,7 @@ from tfbig.run_folder import RunFolder
 from tfbig.schedule import batch_segments, learning_rate
 from tfbig.validation import problems, validate
 from tfbig.variables import variable_specs
+from trainers import STRATEGIES, check_strategy
 from trainers.validate import check_data_parallel_only, check_mesh_fits, derive_microbatch_size
 
 # name: (flags beside a good run's, words of the line)
@@ -99,6 +97,15 @@ TRAIN = {
     "seed": (["--seed=-1"], "--seed=-1 must lie between"),
     "kept checkpoints": (["--keep_last=0"], "--keep_last=0 must be at least 1"),
     "microbatches": (["--microbatches=4"], "--global_batch=6 is no multiple of 1 replicas x 4"),
+    "microbatches of a verified run": (
+        ["--verify", "--microbatches=4"],
+        "--global_batch=6 is no multiple of 1 replicas x 4",
+    ),
+    "data of a verified run": (["--verify", "--data=nowhere"], "there is no data folder nowhere"),
+    "heads of a verified run": (
+        "--verify --strategy=pipeline --tensor_parallel_degree=2 --num_heads=1".split(),
+        "--tensor_parallel_degree=2 does not divide --num_heads=1",
+    ),
     "no microbatches": (["--microbatches=0"], "--microbatches=0 must be at least 1"),
     "tensor degree": (["--tensor_parallel_degree=2"], "use --strategy=pipeline"),
     "pipeline degree": (["--pipeline_parallel_degree=2"], "use --strategy=pipeline"),
@@ -145,7 +152,7 @@ def test_wrong_flags_of_train(name, tmp_path, small_flags, capsys, monkeypatch):
     folder = tmp_path / "run"
     arguments = [*small_flags, f"--run_dir={folder}", "--steps=1", *flags]
     assert words in line_of(train.main, arguments, capsys, "train")
-    assert not folder.exists(), "a half-made run folder"
+    assert not list(tmp_path.glob("run*")), "a half-made run folder"
 
 
 def test_more_devices_than_this_process_has():
@@ -335,6 +342,8 @@ def sections_of(section: type) -> st.SearchStrategy:
     for name, default in section().__dict__.items():
         choices = _choices(section, name)
         values[name] = st.sampled_from(choices) if choices else kinds[type(default)]
+        if name == "strategy":
+            values[name] = st.one_of(st.sampled_from(list(STRATEGIES)), st.text(max_size=4))
     return st.fixed_dictionaries({}, optional=values)
 
 
@@ -343,10 +352,7 @@ CONFIGS = st.builds(
         preset, {k: v for part in parts for k, v in part.items()}
     ),
     st.sampled_from([Config(), presets.blog(), presets.preset("pythia_14m")]),
-    *(
-        sections_of(s)
-        for s in (ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, DataConfig)
-    ),
+    *(sections_of(type(getattr(Config(), item.name))) for item in dataclasses.fields(Config)),
 )
 
 
@@ -361,6 +367,7 @@ def test_validation_never_fails_otherwise_than_in_words(config):
         with pytest.raises(UserError):
             validate(config)
     for check in (
+        check_strategy,
         check_data_parallel_only,
         check_mesh_fits,
         lambda c: derive_microbatch_size(c.run.global_batch, 2, c.parallel.microbatches),

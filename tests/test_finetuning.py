@@ -138,9 +138,9 @@ def test_a_model_without_adapters_starts_from_merged_ones(tuned, small_flags, tm
 def test_an_older_runs_identity_lacks_the_new_fields():
     from tfbig.run_state import identity
 
-    plain = identity(train.config_from({"data": "x"}), {})
+    plain = identity(train.config_from({"data": "x"}), {}, 1)
     assert not {"model.lora_rank", "model.lora_alpha", "optimizer.freeze"} & plain.keys()
-    tuned = identity(train.config_from({"data": "x", "lora_rank": 2, "freeze": ["a"]}), {})
+    tuned = identity(train.config_from({"data": "x", "lora_rank": 2, "freeze": ["a"]}), {}, 1)
     assert tuned["model.lora_rank"] == 2 and tuned["optimizer.freeze"] == ["a"]
 
 

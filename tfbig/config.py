@@ -122,7 +122,7 @@ class OptimizerConfig:
     loss_scale_growth_steps: int = 2000
     """Steps without overflow after which float16's loss scale doubles."""
     scale_learning_rate: bool = False
-    """Whether the learning rate is multiplied by the number of replicas, as the original does."""
+    """Whether the rate is multiplied by the number of replicas, which no resume may change then."""
     freeze: tuple[str, ...] = ()
     """Variables that are not trained: a path, its beginning or a pattern. Repeat for more."""
 

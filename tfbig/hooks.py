@@ -158,11 +158,14 @@ class ProgressHook(Hook):
         )
 
     def on_stop(self, progress: Progress, reason: str) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self.close()
         stopped = "stopped by a signal, saved; the same command goes on from here"
         text = "finished" if reason == "done" else stopped
         self._console.print(f"step {progress.step:>6}  {text}")
+
+    def close(self) -> None:
+        if self._live is not None:  # it hides the terminal's cursor
+            self._live.stop()
 
     def _line(self, record: dict[str, Any]) -> str:
         parts = [f"step {record['step']:>6}/{self._config.run.steps}  loss {record['loss']:.4f}"]

@@ -65,7 +65,10 @@ class Hook:
         """Called when something happened that is none of the above, such as a bad step."""
 
     def on_stop(self, progress: Progress, reason: str) -> None:
-        """Called once, at the end."""
+        """Called once, at the end of a run that made its steps or was told to stop."""
+
+    def close(self) -> None:
+        """Called however the run ends, after on_stop if at all."""
 
 
 class Saver(Protocol):

@@ -9,6 +9,21 @@ from tfbig.config import Config
 SMALLEST, LARGEST = 2.0**-24, 2.0**24
 
 
+def multiplier_of_sum(config: Config, scale: float) -> float:
+    """Returns what multiplies the summed loss where the mean loss is multiplied by `scale`.
+
+    It is smaller by the next power of two of a full global batch's tokens; 1 without scaling.
+
+    Args:
+      config: its `precision` decides whether there is anything to scale.
+      scale: of the mean loss.
+    """
+    if config.parallel.precision != "float16":
+        return 1.0
+    tokens = config.run.global_batch * config.data.sequence_length
+    return scale * 2.0 ** -math.ceil(math.log2(tokens))
+
+
 class LossScale:
     """A scale that halves when gradients overflow and doubles after a while without overflow.
 
@@ -24,8 +39,7 @@ class LossScale:
     def __init__(self, config: Config) -> None:
         self.enabled = config.parallel.precision == "float16"
         self._growth_steps = config.optimizer.loss_scale_growth_steps
-        tokens = config.run.global_batch * config.data.sequence_length
-        self._per_token = 2.0 ** -math.ceil(math.log2(tokens))
+        self._per_token = multiplier_of_sum(config, 1.0)
         if self.enabled:
             initial = config.optimizer.initial_loss_scale
             self._scale = tf.Variable(initial, dtype=tf.float32, trainable=False, name="scale")

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from tfbig.number_rules import way_out
+
 _STEPS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -59,7 +61,8 @@ def profile_problems(profile: ProfileConfig) -> Iterator[str]:
     if not 100 <= profile.profile_interval_ms <= 60_000:
         yield (
             f"--profile_interval_ms={profile.profile_interval_ms} must be between 100 and 60000: "
-            "fewer milliseconds cost more than they tell, more miss what happens."
+            "fewer milliseconds cost more than they tell, more miss what happens; "
+            f"{way_out(profile, 'profile_interval_ms')}"
         )
     try:
         parse_steps(profile.profile_steps)

@@ -14,14 +14,19 @@ from tfbig.schedule import slice_rows
 from tfbig.variables import is_adapter, num_trained_parameters
 
 
-def check_kept_run(config: Config, folder: RunFolder) -> None:
+def check_kept_run(config: Config, folder: RunFolder, num_replicas: int) -> None:
     """Checks that the run's folder can be made, or holds this run.
+
+    Args:
+      config: the run.
+      folder: its folder.
+      num_replicas: of the run.
 
     Raises:
       UserError: it can't be written to, or its newest checkpoint is of another run.
     """
     folder.check_can_be_made()
-    check_resumable(config, folder)
+    check_resumable(config, folder, num_replicas)
 
 
 def make_run_folder(

@@ -66,18 +66,22 @@ ADDED_SINCE = {
     "loss.z_loss": 0.0,
     "loss.label_smoothing": 0.0,
 }
+_REPLICAS = "optimizer.scale_learning_rate.num_replicas"
 SAVE_TIMEOUT = 1800.0  # seconds that rank 0 waits for the other ranks' parts
 _FAILED_RUN_PATIENCE = 5.0  # seconds in which a save under way may end when the run fails
 
 
-def identity(config: Config, data_identity: dict[str, Any]) -> dict[str, Any]:
+def identity(config: Config, data_identity: dict[str, Any], num_replicas: int) -> dict[str, Any]:
     """Returns, flat, what must not change between a save and a resume.
 
     Args:
       config: the run.
       data_identity: hashes of manifest, tokenizer and mixture.
+      num_replicas: of the run, by which --scale_learning_rate multiplies; else any number goes on.
     """
     flat = flatten_fields(to_dict(config)) | flatten_fields({"data": data_identity})
+    if config.optimizer.scale_learning_rate:
+        flat[_REPLICAS] = num_replicas
     return {
         name: value
         for name, value in flat.items()
@@ -101,11 +105,16 @@ def check_room(config: Config, folder: RunFolder) -> None:
         raise UserError(error)
 
 
-def check_resumable(config: Config, folder: RunFolder) -> None:
+def check_resumable(config: Config, folder: RunFolder, num_replicas: int) -> None:
     """Checks, before data are opened or made, that the run is the one its newest checkpoint is of.
 
     What needs the data, their hashes, is compared when the checkpoint is read. A checkpoint that
     cannot be read is not judged here.
+
+    Args:
+      config: the run.
+      folder: its folder.
+      num_replicas: of the run.
 
     Raises:
       UserError: field by field.
@@ -119,7 +128,7 @@ def check_resumable(config: Config, folder: RunFolder) -> None:
         return
     if not saved:
         return
-    here = identity(config, {})
+    here = identity(config, {}, num_replicas)
     here.pop("data")  # no hashes yet
     _raise_differences(folder, {name: saved[name] for name in saved if name in here}, here)
 
@@ -235,7 +244,10 @@ class StateKeeper:
     def _check_identity(self, reader: CheckpointReader) -> None:
         saved = reader.manifest["metadata"].get("identity", {})
         data = self._data_identity(int(reader.manifest["consumed_samples"]))
-        _raise_differences(self._folder, saved, identity(self._config, data))
+        _raise_differences(self._folder, saved, self._identity(data))
+
+    def _identity(self, data: dict[str, str]) -> dict[str, Any]:
+        return identity(self._config, data, self._trainer.num_replicas)
 
     def load(self, reader: CheckpointReader) -> Progress:
         """Fills the trainer from a checkpoint and returns where it stood."""
@@ -326,7 +338,7 @@ class StateKeeper:
             config=to_dict(config),
             tokenizer_sha256=data.get("tokenizer_sha256"),
             data=data,
-            metadata={**metadata, "identity": identity(config, data)},
+            metadata={**metadata, "identity": self._identity(data)},
         )
 
     def _write(

@@ -37,6 +37,7 @@ from tfbig.run_folder_check import check_run_folder
 from tfbig.stop_signal import StopSignal
 from tfbig.together import Outcome, on_every_rank, together
 from tfbig.validation import validate
+from trainers import check_strategy, trainer_class
 
 COMMON_FLAGS = (
     "preset list_presets data source strategy run_dir steps global_batch microbatches"
@@ -60,10 +61,7 @@ def run(config: Config, command: Sequence[str] = ()) -> int:
 
         with on_every_rank(is_agreed=False):
             check_names(config.profile.stop_on_rule)
-    if config.robustness.elastic:
-        from trainers import check_strategy
-
-        check_strategy(config)
+    check_strategy(config)
     return run_in_worlds(config, functools.partial(_run, command=command))
 
 
@@ -71,12 +69,10 @@ def _run(config: Config, world: World, command: Sequence[str]) -> int:
     seen_here = Outcome(lambda: look_around(config))
     if not is_launched():
         seen_here.alone()
-    import trainers  # TensorFlow starts here, after the mistakes that need none of it
-
-    make_trainer = trainers.trainer_class(config.parallel.strategy)
+    # TensorFlow starts here, after the mistakes that need none of it.
+    make_trainer = trainer_class(config.parallel.strategy)
     if config.run.verify:
-        seen_here.alone()
-        print_verified(config)
+        print_verified(config, seen_here)
     world.meet()
     trainer = make_trainer(config)
     with contextlib.ExitStack() as held:
@@ -133,6 +129,8 @@ def _train(
     if trainer.rank == 0:
         world.announce(folder, trainer)
     hooks, total_peak = _watch(config, trainer, folder, data, command, notes)
+    for hook in hooks:
+        held.callback(hook.close)
 
     # Steps.
     with (
@@ -216,7 +214,11 @@ def check_and_open(config: Config, folder: RunFolder, trainer: Any) -> tuple[lis
         for global_batch in () if config.robustness.elastic else schedule.batch_sizes(config.run):
             derive_microbatch_size(global_batch, trainer.num_replicas, config.parallel.microbatches)
     # Data may take an hour to prepare: the folder's mistakes come first.
-    together(trainer, lambda: check_kept_run(config, folder) if trainer.rank == 0 else None)
+    replicas = trainer.num_replicas
+    together(
+        trainer,
+        lambda: check_kept_run(config, folder, replicas) if trainer.rank == 0 else None,
+    )
     data = open_data(config, trainer)
     together(trainer, lambda: check_tokenizer(config.run.init_from, data))
     return memory, data
@@ -246,15 +248,24 @@ def begin_record(
     return [*main_rank_hooks(config, folder), prediction]
 
 
-def print_verified(config: Config) -> None:
+def print_verified(config: Config, seen_here: Outcome) -> None:
     """Compares this layout with one device on a shrunken model; rank 0 prints the errors.
 
+    Args:
+      config: of the run.
+      seen_here: what `look_around` found on this host.
+
     Raises:
+      UserError: on every rank, what the run itself would be refused for.
       VerificationError: they differ.
     """
     from tfbig.verify import verify
 
-    for comparison in verify(config):
+    def check(trainer: Any) -> None:
+        folder, _ = seen_here.of_all(trainer)
+        check_and_open(config, folder, trainer)
+
+    for comparison in verify(config, check=check):
         print(f"verify: {comparison.line()}", flush=True)
 
 

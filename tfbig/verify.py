@@ -23,8 +23,10 @@ from tfbig.checkpoint_format import RunState, Slice, step_directory_name
 from tfbig.checkpoint_reader import CheckpointReader
 from tfbig.checkpoint_writer import CheckpointWriter
 from tfbig.config import Config, replace_fields
+from tfbig.loss_scale import multiplier_of_sum
 from tfbig.parallel_config import ParallelConfig
 from tfbig.run_folder import RunFolder
+from tfbig.run_state import check_shared
 from trainers.validate import num_chunks
 
 STEPS = 3
@@ -177,13 +179,17 @@ class Gatherer:
 def observe(trainer: Any, config: Config, gatherer: Gatherer) -> Seen:
     """Trains a built trainer for STEPS steps and returns what rank 0 saw."""
     place = trainer.data_rank, trainer.data_size
-    gradients = gatherer.whole(trainer.gradient_slices(make_batch(config, 0, *place), 0))
-    losses, norms = [], []
+    scaled = gatherer.whole(trainer.gradient_slices(make_batch(config, 0, *place), 0))
+    losses, norms, scales = [], [], []
     for step in range(STEPS):
         batch = make_batch(config, step, *place)
         result = trainer.train_step(batch, step, config.optimizer.learning_rate, 0.0, 0)
         losses.append(float(result.loss_sum) / float(result.num_tokens))
         norms.append(float(result.grad_norm))
+        scales.append(float(result.loss_scale))
+    # float16's, which no other precision's could be compared with while they are scaled.
+    factor = multiplier_of_sum(config, scales[0])
+    gradients = {path: value / factor for path, value in scaled.items()}
     weights = gatherer.whole(
         part for part in trainer.state_slices() if not part.path.startswith(("optimizer/", "ema/"))
     )
@@ -196,6 +202,8 @@ def largest_error(found: Tensors, expected: Tensors) -> tuple[float, str]:
     Relative to the tensor's norm, but at least to a thousandth of the largest one's, so that a
     gradient that is zero by nature doesn't count its rounding.
     """
+    if not expected and not found:  # a stage whose variables are all frozen
+        return 0.0, "no variable of rank 0's"
     norms = {path: float(np.linalg.norm(value)) for path, value in expected.items()}
     floor = 1e-3 * max(norms.values())
     errors = dict.fromkeys(set(norms) ^ set(found), np.inf)
@@ -274,18 +282,23 @@ def check_resume(trainer: Any, config: Config, gatherer: Gatherer) -> list[Compa
 
 
 def verify(
-    config: Config, prepare: Callable[[Any], None] = lambda trainer: None
+    config: Config,
+    prepare: Callable[[Any], None] = lambda trainer: None,
+    check: Callable[[Any], None] = lambda trainer: None,
 ) -> list[Comparison]:
     """Compares the run's layout with `single`; every rank calls it before the run's own trainer.
 
     Args:
       config: of the run, valid.
       prepare: called with each trainer of the layout once it is built.
+      check: called on every rank with the layout's first trainer, which has no variables yet: what
+        the run is to be refused for, before anything is trained.
 
     Returns:
       What was compared, all of it within what is allowed; empty on other ranks than 0.
 
     Raises:
+      UserError: on every rank, when the ranks share no folder, or of `check`.
       VerificationError: on every rank, naming the largest error and its variable.
     """
     small, comparisons = shrunken(config), []
@@ -293,6 +306,9 @@ def verify(
     for plain, variant in ((True, with_sgd(small)), (False, clipped(small))):
         trainer = trainers.trainer_class(config.parallel.strategy)(variant)
         try:
+            if plain:
+                check(trainer)
+                _make_shared(folder, trainer)
             trainer.build(True, NUM_SOURCES)
             prepare(trainer)
             gatherer = Gatherer(folder / ("sgd" if plain else "own"), trainer)
@@ -315,6 +331,13 @@ def verify(
                 f"this layout does not train what one device trains: {lines or 'see rank 0'}"
             )
     return comparisons
+
+
+def _make_shared(folder: Path, trainer: Any) -> None:
+    """Makes the folder in which the ranks hand over tensors; each must see what rank 0 makes."""
+    if trainer.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    check_shared(RunFolder(folder), trainer)
 
 
 def _references(variant: Config, folder: Path) -> tuple[Seen, Seen | None]:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import REPOSITORY, environment, horovodrun
+from tfbig import train
 from tfbig.checkpoint import list_checkpoints
+from tfbig.errors import UserError
 from tfbig.run_folder import read_events, read_metrics
 
 STEPS, KILL_AFTER = 9, 5
@@ -27,6 +29,7 @@ def flags_of(folder: Path, small_flags: list[str]) -> list[str]:
         "--deterministic",
         "--checkpoint_every=2",
         "--eval_every=0",
+        "--scale_learning_rate",
     ]
 
 
@@ -86,6 +89,9 @@ def test_killed_and_resumed_equals_undisturbed(tmp_path, small_flags):
     assert [r["step"] for r in found_again] == list(range(1, STEPS + 1))
     for name in ("loss", "grad_norm", "consumed_samples"):
         assert [r[name] for r in found_again] == [r[name] for r in expected], name
+    # The rate counts for two replicas.
+    with pytest.raises(UserError, match=r"num_replicas: the checkpoint has 2, this run 1\."):
+        train._body([*flags_of(killed, small_flags)[2:], "--steps=10"])
     # Lines that belong to one rank reach the screen once.
     assert done.stdout.count("finished") == 1
     assert "port.cc" not in done.stdout and "Traceback" not in done.stdout

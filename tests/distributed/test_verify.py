@@ -13,6 +13,9 @@ WHOLE = {
     "horovod": HOROVOD,
     "stages_bfloat16": STAGES | {"precision": "bfloat16"},
     "shards": SHARDS | {"sequence_parallel": True},
+    "float16": HOROVOD | {"precision": "float16"},
+    "frozen_stage": STAGES
+    | {"freeze": ["embedding_layer", "transformer_blocks/0"], "tied_head": False},
 }
 FAULTS = {
     # fault: (layout, what the message must name)
@@ -59,6 +62,13 @@ def test_a_layout_that_is_right_passes(told, name):
         "gradient norms",
     ]
     assert all(" <= " in line for line in lines)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_error_as_large_as_the_number_is_allowed(told, name):
+    allowed = [float(line.partition(" <= ")[2].split()[0]) for line in told[name].splitlines()]
+    assert max(allowed) < 0.1
 
 
 @pytest.mark.distributed

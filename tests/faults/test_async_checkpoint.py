@@ -23,7 +23,7 @@ from trainers.single import SingleTrainer
 class OneArray:
     """What StateKeeper asks of a trainer, with one array for a model."""
 
-    rank, size = 0, 1
+    rank, size, num_replicas = 0, 1, 1
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
