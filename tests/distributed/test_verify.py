@@ -5,6 +5,8 @@ import json
 import pytest
 
 from tests.distributed.launch import horovodrun
+from tfbig.config import Config, replace_fields
+from tfbig.verify import VerificationError, verify
 
 HOROVOD = {"strategy": "horovod"}
 STAGES = {"strategy": "pipeline", "pipeline_parallel_degree": 2, "microbatches": 2}
@@ -76,3 +78,20 @@ def test_no_error_as_large_as_the_number_is_allowed(told, name):
 def test_a_fault_is_caught_and_named(told, fault):
     assert told[fault].startswith("failed: ") and "EXCEEDS" in told[fault]
     assert FAULTS[fault][1] in told[fault]
+
+
+def test_a_wrong_scale_of_float16s_gradients_is_caught(tmp_path):
+    fields = {"strategy": "single", "precision": "float16", "run_dir": str(tmp_path / "run")}
+    config = replace_fields(Config(), fields | {"global_batch": 8})
+
+    def halve(trainer):
+        plain = trainer._gradients
+
+        def gradients(*arguments):
+            found, sums = plain(*arguments)
+            return {path: gradient / 2 for path, gradient in found.items()}, sums
+
+        trainer._gradients = gradients
+
+    with pytest.raises(VerificationError, match=r"gradients: 5\.0e-01 EXCEEDS"):
+        verify(config, halve)
