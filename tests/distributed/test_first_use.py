@@ -20,8 +20,11 @@ FLAGS = (
 @pytest.mark.distributed
 def test_a_process_without_horovodrun_is_a_world_of_one(tmp_path, small_flags):
     flags = [*small_flags, "--strategy=horovod", "--steps=2", f"--run_dir={tmp_path / 'run'}"]
-    done = run([sys.executable, "-m", "tfbig.train", *flags], timeout=240)
+    flags.append("--verify")  # first, and then the run itself
+    done = run([sys.executable, "-m", "tfbig.train", *flags], timeout=400)
     assert done.returncode == 0, done.stdout
+    assert "verify: gradients: " in done.stdout.partition("run folder")[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert [record["num_tokens"] for record in read_metrics(tmp_path / "run")] == [6 * 32] * 2
 
 
