@@ -18,7 +18,7 @@ from trainers.hvd_gradients import DistributedGradientTape as _Tape
 from trainers.hvd_gradients import distributed_optimizer, reduce_inside_graph
 from trainers.hvd_options import NOT_SERVED, check_gradient_op, check_options, operation
 from trainers.object_messages import broadcast_object_in, gather_objects
-from trainers.script_session import is_keras, session, unwrapped
+from trainers.script_session import is_keras, session, shared_name, unwrapped
 
 Average, Sum = hvd_options.Average, hvd_options.Sum
 Min, Max = hvd_options.Min, hvd_options.Max
@@ -224,7 +224,7 @@ def allgather(tensor: Any, name: str | None = None, **options: Any) -> tf.Tensor
         value = tf.compat.v1.placeholder_with_default(value, [None, *rest])
         return group.all_gather(value, name)
 
-    return session().in_graph(body, tensor, "allgather", name or "")
+    return session().in_graph(body, tensor, "allgather", shared_name(name))
 
 
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, **options: Any) -> tf.Tensor:
@@ -274,8 +274,8 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, **options
             return group.exchange(value, counts, name)
         return group.exchange_counted(value, counts, name)
 
-    kind = f"alltoall_{splits is None}_{tuple(counts)}"
-    return session().in_graph(body, tensor, kind, name or "")
+    own = (splits is None, *counts)
+    return session().in_graph(body, tensor, "alltoall", shared_name(name), own)
 
 
 def broadcast_(

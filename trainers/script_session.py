@@ -140,7 +140,14 @@ class Session:
         self._num_names[kind] = self._num_names.get(kind, -1) + 1
         return f"{kind}.{self._num_names[kind]}"
 
-    def in_graph(self, body: Callable[[tf.Tensor, str], Any], tensor: Any, kind: str, name: str):
+    def in_graph(
+        self,
+        body: Callable[[tf.Tensor, str], Any],
+        tensor: Any,
+        kind: str,
+        name: str,
+        own: Any = None,
+    ):
         """Returns body(tensor, name), which holds a collective, from inside a tf.function.
 
         Args:
@@ -148,16 +155,26 @@ class Session:
           tensor: its input.
           kind: of collective, options included: what tells two bodies apart.
           name: the script's name for it, or "".
+          own: what else tells two bodies apart and differs between ranks; see `shared_name`.
         """
         tensor = unwrapped(tensor)
         if not tf.executing_eagerly():
             return body(tensor, self.name(kind, name))
-        key = (kind, name, tensor.dtype.name, tuple(tensor.shape))
+        key = (kind, name, own, tensor.dtype.name, tuple(tensor.shape))
         if key not in self._functions:
             fixed = self.name(kind, name)
             made = tf.function(lambda x: body(x, fixed), autograph=False)
             self._functions[key] = made.get_concrete_function(tf.TensorSpec.from_tensor(tensor))
         return self._functions[key](tensor)
+
+
+def shared_name(given: str | None) -> str:
+    """Returns a name for a collective whose shapes or counts differ between ranks.
+
+    Outside of a graph each call ends before the next one begins, so that one name serves all: a
+    rank makes a function, and would count a name, for each of its own shapes.
+    """
+    return given or ("rows" if tf.executing_eagerly() else "")
 
 
 def unwrapped(value: Any) -> tf.Tensor:
