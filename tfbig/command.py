@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -122,11 +123,19 @@ def _report(name: str, error: Exception, line: str | None) -> None:
 
 def _disk_problem(error: Exception) -> str | None:
     """Returns one line for a disk that is full, failing or read-only; None for other faults."""
-    if not isinstance(error, OSError) or error.errno not in _DISK_ERRORS:
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        name, reason = error.filename or "to the disk", error.strerror
+    elif type(error).__module__.startswith("tensorflow."):  # it writes TensorBoard's files itself
+        reasons = "|".join(re.escape(os.strerror(number)) for number in _DISK_ERRORS)
+        found = re.search(rf"(\S+); ({reasons})", str(error))
+        if found is None:
+            return None
+        name, reason = found.groups()
+    else:
         return None
     return (
-        f"cannot write {error.filename or 'to the disk'}: {error.strerror}. What was saved before "
-        "is intact: the same command goes on from there"
+        f"cannot write {name}: {reason}. What was saved before is intact: the same command goes on "
+        "from there"
     )
 
 

@@ -61,7 +61,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
         data: its whole contents.
 
     Raises:
-        OSError: when it cannot be written; `path` is then as it was.
+        OSError: when it cannot be written; it names `path`, which is then as it was.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
@@ -73,8 +73,10 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
         finally:
             os.close(descriptor)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         unlink_quietly(temporary)
+        if isinstance(error, OSError) and error.filename is None:  # as of a write
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
     fsync_directory(path.parent)
 

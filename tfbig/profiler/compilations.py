@@ -2,6 +2,7 @@
 
 import collections
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,12 @@ class CompilationHook(Hook):
 
     def _note(self, step: int, seconds: float) -> None:
         record = {"rank": self._rank, "step": step, "seconds": seconds, "functions": self._new}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "ab") as file:
-            file.write(orjson.dumps(record) + b"\n")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "ab") as file:
+                file.write(orjson.dumps(record) + b"\n")
+        except OSError as error:  # the run goes on, as without its other measurements
+            print(f"warning: a compilation is not noted: {error}", file=sys.stderr, flush=True)
 
     def _count(self) -> int:
         return len(self._context.list_function_names())

@@ -1,5 +1,6 @@
 """The hook that notes statistics of weights, gradients and activations every so many steps."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ _SLOT = "optimizer/m/"  # AdamW's first moment: a moving average of the gradient
 class TensorStatsHook(Hook):
     """Writes statistics of this rank's tensors; keeps one more copy of its weights on the host.
 
+    A disk that refuses them ends the writing, with one line, and never the run.
+
     Args:
       profiler_dir: of the run.
       trainer: built.
@@ -34,13 +37,14 @@ class TensorStatsHook(Hook):
         self._before: dict[str, np.ndarray] = {}
         self._batch: Any = None
         self._writer: Any = None
+        self._healthy = True
         if histograms is not None:
             import tensorflow as tf
 
             self._writer = tf.summary.create_file_writer(str(histograms))
 
     def samples(self, step: int) -> bool:
-        return step % self._every == 0 or step == 1
+        return self._healthy and (step % self._every == 0 or step == 1)
 
     def on_sample_begin(self, step: int) -> None:
         self._before = {path: array for path, kind, array in self._tensors() if kind == "weight"}
@@ -62,8 +66,12 @@ class TensorStatsHook(Hook):
             if self._writer is not None:
                 self._write_histogram(f"{kind}/{path}", array, step)
         self._before, self._batch = {}, None
-        with open(self._path, "ab") as file:
-            file.write(b"\n".join(lines) + b"\n")
+        try:
+            with open(self._path, "ab") as file:
+                file.write(b"\n".join(lines) + b"\n")
+        except OSError as error:
+            self._healthy = False
+            print(f"warning: no more tensors are looked at: {error}", file=sys.stderr, flush=True)
         if self._writer is not None:
             self._writer.flush()
 

@@ -82,11 +82,12 @@ class TimelineHook(Hook):
 
     def close(self) -> None:
         """Closes the files, also after an error."""
-        try:
-            self._events.close()
-            self._table.close()
-        except OSError as error:
-            self._give_up(error)
+        for file in (self._events, self._table):
+            try:
+                file.close()
+            except OSError as error:
+                if self._healthy:
+                    self._give_up(error)
 
     def _write_row(self, spans: StepSpans) -> None:
         if spans.start - self._resident_at >= self._interval:
