@@ -1,11 +1,16 @@
 """Kills a random rank of a training run again and again, and compares it with one left alone.
 
 usage: python -m benchmarks.soak [--quick] [--kills 100] [--ranks 2] [--folder FOLDER]
+       python -m benchmarks.soak --steps 10000 --failure_every 200 [--quick] [--ranks 2]
 
 Each kill is a SIGKILL at a moment drawn at random: during start-up, at any step, while a checkpoint
-is being written, or in an evaluation. The same command then goes on. In the end the losses of all
-steps must be those of the undisturbed run bit by bit (--deterministic), no sample lost or repeated,
-every checkpoint readable, and no process left.
+is being written, or in an evaluation. What it really hit is read from the folder afterwards, and
+the moment that lags most behind its weight is sought next. The same command then goes on. In the
+end the losses of all steps must be those of the undisturbed run bit by bit (--deterministic), no
+sample lost or repeated, every checkpoint readable, and no process left.
+
+With --steps one run meets a failure every so many steps, which it survives or is started again
+after, and the memory and file descriptors of its processes must stay flat: benchmarks/endurance.py.
 """
 
 import argparse
@@ -13,20 +18,31 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tfbig.checkpoint import list_checkpoints
-from tfbig.checkpoint_reader import CheckpointReader
-from tfbig.run_folder import read_metrics
+import orjson
 
-MOMENTS = ("start-up", "step", "step", "checkpoint", "checkpoint", "evaluation")
+from benchmarks import endurance
+from benchmarks.soak_runs import (
+    CHECKPOINT_EVERY,
+    EVAL_EVERY,
+    command_of,
+    make_data,
+    processes_of,
+    ranks_of,
+    start,
+)
+from tfbig.checkpoint import latest, list_checkpoints
+from tfbig.checkpoint_reader import CheckpointReader
+from tfbig.run_folder import read_events, read_metrics
+
+WEIGHTS = {"start-up": 1, "step": 2, "checkpoint": 2, "evaluation": 1}
 START_SECONDS = 900.0  # a loaded machine
-CHECKPOINT_EVERY, EVAL_EVERY = 5, 15
 COMPARED = ("loss", "grad_norm", "learning_rate", "consumed_samples")
 
 
@@ -37,116 +53,140 @@ class Outcome(NamedTuple):
     problems: list[str]
 
 
-def make_data(folder: Path) -> list[str]:
-    """Prepares 40 small files of the standard library; returns flags of a very small model."""
-    import json
-    import sysconfig
+class Records:
+    """What one start of a run has appended to its metrics.
 
-    from data_pipeline.preparation import prepare
-    from tfbig.config import PrepareConfig
+    Args:
+      run_dir: the run's folder; what stands in its metrics now is of earlier starts.
+    """
 
-    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
-    lines = [json.dumps({"text": path.read_text(encoding="utf-8")[:6000]}) for path in paths]
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
-    sizes = {"sequence_length": 32, "vocab_size": 384}
-    prepare(
-        PrepareConfig(
-            data=str(folder / "data"),
-            source=str(folder / "text.jsonl"),
-            validation_fraction=0.15,
-            **sizes,
-        )
-    )
-    return (
-        f"--data={folder / 'data'} --sequence_length=32 --max_length=32 --vocab_size=384"
-        " --embed_dim=32 --num_layers=1 --num_heads=2 --dropout=0.1 --warmup_steps=3"
-        " --decay_steps=400"
-    ).split()
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        self._begin = self._path.stat().st_size if self._path.exists() else 0
 
-
-def command_of(flags: list[str], run_dir: Path, steps: int, num_ranks: int) -> list[str]:
-    """Returns the command of a run, under horovodrun for several ranks."""
-    launcher = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(num_ranks)]
-    strategy = "horovod" if num_ranks > 1 else "single"
-    return [
-        *(launcher if num_ranks > 1 else []),
-        *(sys.executable, "-m", "tfbig.train", f"--strategy={strategy}", "--deterministic"),
-        *(f"--run_dir={run_dir}", f"--steps={steps}", f"--checkpoint_every={CHECKPOINT_EVERY}"),
-        *(f"--eval_every={EVAL_EVERY}", "--notensorboard", "--global_batch=6", *flags),
-    ]
-
-
-def start(command: list[str], log: Path) -> subprocess.Popen:
-    """Starts a run in a session of its own, few threads a process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    environment["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "60"
-    with open(log, "ab") as file:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def processes_of(run_dir: Path) -> list[int]:
-    """Returns the Python processes that train in a folder."""
-    found = []
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
+    def newest(self) -> tuple[int, bool]:
+        """Returns the newest step, 0 before the first, and whether its evaluation is there."""
+        if not self._path.exists():
+            return 0, False
+        with open(self._path, "rb") as file:
+            file.seek(max(self._begin, self._path.stat().st_size - 8192))
+            lines = file.read().split(b"\n")[:-1]
+        evaluated = False
+        for line in reversed(lines):
             try:
-                words = (directory / "cmdline").read_bytes().split(b"\0")
-            except OSError:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:  # the middle of a line
                 continue
-            if f"--run_dir={run_dir}".encode() in words and words[0].endswith(b"python"):
-                found.append(int(directory.name))
-    return sorted(found)
+            if record["kind"] == "train":
+                return record["step"], evaluated
+            evaluated = True
+        return 0, False
 
 
-def kill_at(moment: str, run_dir: Path, process: subprocess.Popen, generator: random.Random) -> str:
-    """Waits for a moment and kills a random rank; returns the moment, or "ended" without a kill."""
-    deadline = time.monotonic() + START_SECONDS
-    metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
+class Assassin:
+    """Kills a rank of one start of a run at a moment.
 
-    def wait_until(condition) -> bool:
-        while process.poll() is None and time.monotonic() < deadline:
+    Args:
+      run_dir: the run's folder.
+      process: the run, started just now.
+      num_ranks: its processes.
+      generator: of random numbers.
+      start_up: seconds that an undisturbed start took to its first record.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        process: subprocess.Popen,
+        num_ranks: int,
+        generator: random.Random,
+        start_up: float,
+    ) -> None:
+        self._run_dir, self._process, self._num_ranks = run_dir, process, num_ranks
+        self._generator, self._start_up = generator, start_up
+        self._checkpoints = run_dir / "checkpoints"
+        newest = latest(self._checkpoints)
+        self._resumed = 0 if newest is None else newest.step
+        self._records = Records(run_dir)
+        self._deadline = time.monotonic() + START_SECONDS
+
+    def kill_at(self, moment: str) -> str:
+        """Waits for a moment and kills a random rank.
+
+        Returns:
+          "killed", or "ended" when the run was over before.
+        """
+        ranks: list[int] = []
+
+        def are_there() -> bool:
+            ranks[:] = ranks_of(self._run_dir)
+            return len(ranks) >= self._num_ranks
+
+        # Known beforehand: a moment may be shorter than finding them takes.
+        arrived = self._wait_until(are_there, interval=0.2)
+        if moment == "start-up":
+            seconds = self._generator.uniform(0, self._start_up)
+            arrived = arrived and not self._wait_until(lambda: False, seconds)
+        else:
+            arrived = arrived and self._wait_for(moment)
+        if not arrived or not ranks or self._process.poll() is not None:
+            return "ended"
+        try:
+            os.kill(self._generator.choice(ranks), signal.SIGKILL)
+        except ProcessLookupError:
+            return "ended"
+        return "killed"
+
+    def _wait_for(self, moment: str) -> bool:
+        if moment == "evaluation":  # it follows on the record of the step at which it is due
+            due = (self._resumed // EVAL_EVERY + 1) * EVAL_EVERY
+            return self._wait_until(lambda: self._records.newest()[0] >= due)
+        step = self._resumed + self._generator.randint(1, 2 * CHECKPOINT_EVERY)
+        arrived = self._wait_until(lambda: self._records.newest()[0] >= step)
+        if moment == "checkpoint":
+            return arrived and self._wait_until(self._unfinished)
+        return arrived
+
+    def hit(self) -> str:
+        """Returns what the kill has hit; asked when the job has ended."""
+        step, evaluated = self._records.newest()
+        if not step:
+            return "start-up"
+        if self._unfinished():
+            return "checkpoint"
+        is_due = step % EVAL_EVERY == 0 and not evaluated
+        return "evaluation" if is_due else "step"
+
+    def _wait_until(
+        self,
+        condition: Callable[[], bool],
+        patience: float = START_SECONDS,
+        interval: float = 0.001,
+    ) -> bool:
+        deadline = min(self._deadline, time.monotonic() + patience)
+        while self._process.poll() is None and time.monotonic() < deadline:
             if condition():
                 return True
-            time.sleep(0.001)
+            time.sleep(interval)
         return False
 
-    def num_records() -> int:
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-    def is_writing() -> bool:
-        for path in checkpoints.glob("step_*"):
-            if not (path / "manifest.json").exists():
-                return True
+    def _unfinished(self) -> bool:
+        """Returns whether a checkpoint of this start is begun and has no manifest yet."""
+        for path in self._checkpoints.glob("step_*"):
+            step = path.name.removeprefix("step_")
+            if step.isdigit() and int(step) > self._resumed:
+                if not (path / "manifest.json").exists():
+                    return True
         return False
 
-    if moment == "start-up":
-        arrived = wait_until(lambda: len(processes_of(run_dir)) > 0)
-        time.sleep(generator.uniform(0, 4))
-    else:
-        before = num_records()
-        extra = generator.randint(1, 2 * CHECKPOINT_EVERY)
-        if moment == "evaluation":
-            last = (before + 1) // EVAL_EVERY * EVAL_EVERY
-            extra = max(1, last + EVAL_EVERY - before)
-        arrived = wait_until(lambda: num_records() >= before + extra)
-        if moment == "checkpoint":
-            arrived = arrived and wait_until(is_writing)
-    ranks = [pid for pid in processes_of(run_dir) if pid != process.pid] or [process.pid]
-    if not arrived or process.poll() is not None:
-        return "ended"
-    try:
-        os.kill(generator.choice(ranks), signal.SIGKILL)
-    except ProcessLookupError:
-        return "ended"
-    return moment
+
+def moment_to_seek(kills: Counter) -> str:
+    """Returns the moment that lags most behind its weight.
+
+    >>> moment_to_seek(Counter({"step": 2, "checkpoint": 1, "start-up": 1, "evaluation": 1}))
+    'checkpoint'
+    """
+    return min(WEIGHTS, key=lambda moment: kills[moment] / WEIGHTS[moment])
 
 
 def problems_after_a_kill(run_dir: Path, process: subprocess.Popen) -> list[str]:
@@ -197,16 +237,18 @@ def soak(folder: Path, num_kills: int, num_ranks: int, flags: list[str], seed: i
     first = start(command_of(flags, straight, steps, num_ranks), folder / "straight.log")
     code = first.wait(timeout=3600)
     assert code == 0, (folder / "straight.log").read_text()[-3000:]
+    times = {event["event"]: event for event in reversed(read_events(straight))}
+    start_up = times["first_step"]["time"] - times["start"]["process_start"]
     kills: Counter = Counter()
     problems: list[str] = []
     while kills.total() < num_kills and not problems:
         process = start(command_of(flags, killed, steps, num_ranks), folder / "killed.log")
-        moment = kill_at(generator.choice(MOMENTS), killed, process, generator)
-        if moment != "ended":
-            kills[moment] += 1
+        assassin = Assassin(killed, process, num_ranks, generator, start_up)
+        outcome = assassin.kill_at(moment_to_seek(kills))
         problems += problems_after_a_kill(killed, process)
-        if moment == "ended":
+        if outcome == "ended":
             break
+        kills[assassin.hit()] += 1
     if process.returncode != 0 and not problems:
         last = start(command_of(flags, killed, steps, num_ranks), folder / "killed.log")
         if last.wait(timeout=3600):
@@ -223,7 +265,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder")
+    parser.add_argument("--steps", type=int, help="of one long run with failures")
+    parser.add_argument("--failure_every", type=int, default=200)
     given = parser.parse_args()
+    if given.steps:
+        steps, every = (60, 10) if given.quick else (given.steps, given.failure_every)
+        endurance.report(given.folder, steps, every, given.ranks)
+        return
     num_kills = 2 if given.quick else given.kills
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         begin = time.perf_counter()

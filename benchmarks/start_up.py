@@ -5,7 +5,8 @@ usage: python -m benchmarks.start_up [--quick] [--preset=NAME] [--before=SECONDS
 A process trains the preset for two steps by the real command, with a clock at its parts; CPU
 seconds stand beside wall seconds, as a busy machine stretches these. The second step's time is
 taken from the first one's: what is left was tracing. --before is the CPU time of all of it that
-another commit took on the same machine, to hold this one against.
+another commit took on the same machine, to hold this one against. Two processes under horovodrun
+are then timed as a restart finds them: new, and going on from a checkpoint.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TURNS, HELP_TURNS, HELP_BAR = 3, 3, 1.0
+RESTART_BAR = 1.25  # times a new run's start: reading the state is not what a restart consists of
 COMMANDS = (
     "prepare train evaluate generate export serve plan report data checkpoints launch".split()
 )
@@ -143,6 +145,38 @@ def first_step(preset: str, turns: int, before: float) -> str:
     return f"{title} | <= {before / 2:.2f} | {cpu:.2f} | {'yes' if cpu <= before / 2 else 'no'}"
 
 
+def launch(preset: str, folder: Path, turn: int, steps: int) -> float:
+    """Trains on two processes; returns wall seconds from the command to its first step's result."""
+    from tfbig.run_folder import read_events
+
+    run_dir = folder / f"launch_{turn}"
+    flags = [f"--preset={preset}", f"--data={folder / 'data'}", f"--run_dir={run_dir}"]
+    flags += ["--strategy=horovod", f"--steps={steps}", "--eval_every=0"]
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    command = [horovodrun, "-np", "2", sys.executable, "-m", "tfbig.train", *flags]
+    begin = time.time()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=3000)
+    if done.returncode:
+        sys.exit(f"the training command failed:\n{done.stdout[-4000:]}\n{done.stderr[-2000:]}")
+    events = read_events(run_dir)
+    return [event["time"] for event in events if event["event"] == "first_step"][-1] - begin
+
+
+def restart(preset: str, turns: int) -> str:
+    """Prints what a start and a restart on two processes take and returns the bar."""
+    with tempfile.TemporaryDirectory() as name:
+        prepare(preset, Path(name))
+        first = [launch(preset, Path(name), turn, 2) for turn in range(turns)]
+        again = [launch(preset, Path(name), turn, 4) for turn in range(turns)]
+    fresh, resumed = statistics.median(first), statistics.median(again)
+    print(f"{preset}, horovodrun -np 2, from the command to the first step: wall seconds")
+    print(f"  a new run {fresh:.1f} (of {[round(s, 1) for s in first]})")
+    print(f"  from a checkpoint {resumed:.1f} (of {[round(s, 1) for s in again]})", flush=True)
+    title = "restart on two processes to its first step, against a start"
+    met = "yes" if resumed <= RESTART_BAR * fresh else "no"
+    return f"{title} | <= {RESTART_BAR:g} times | {resumed / fresh:.2f} ({resumed:.1f} s) | {met}"
+
+
 def help_seconds(command: str, turns: int) -> float:
     """Returns the least wall seconds of a command's --help."""
     best = float("inf")
@@ -166,7 +200,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    lines = [first_step(options.preset, 1 if options.quick else TURNS, options.before)]
+    turns = 1 if options.quick else TURNS
+    lines = [first_step(options.preset, turns, options.before), restart(options.preset, turns)]
     for command in COMMANDS:
         seconds = help_seconds(command, 1 if options.quick else HELP_TURNS)
         met = "yes" if seconds < HELP_BAR else "no"

@@ -7,6 +7,7 @@ usage: failure_worker.py KIND, of which "error" raises, "memory" asks for more t
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 from tfbig.command import quiet_tensorflow, run_command
@@ -22,6 +23,7 @@ FIELDS = {"strategy": "pipeline", "pipeline_parallel_degree": 2, "microbatches":
 
 
 def fail(kind: str) -> None:
+    print(f"befell at {time.monotonic()}", flush=True)
     if kind == "error":
         raise ArithmeticError("the broken part of rank 1")
     if kind == "memory":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -66,6 +67,12 @@ def horovodrun(
         *arguments,
     ]
     return run(command, timeout, extra_environment)
+
+
+def seconds_since_fault(printed: str) -> float:
+    """Returns how long ago the fault was of which a worker printed the time."""
+    (at,) = re.findall(r"befell at ([\d.]+)", printed)
+    return time.monotonic() - float(at)
 
 
 def free_ports(count: int) -> list[int]:

@@ -5,12 +5,16 @@ usage: fault_worker.py KIND RANK STEP FLAGS..., where KIND is
   short    the rank takes the step for the run's last: it evaluates and saves, while others train
   stop     the rank's process is stopped by SIGSTOP
   flip     one bit of one weight changes, of the rank's last replica
+  SIGTERM, SIGUSR1   the rank, and no other, gets that signal
+When it befalls, and when each rank leaves with which code, is printed on the machine's monotonic
+clock.
 """
 
 import dataclasses
 import os
 import signal
 import sys
+import time
 
 import numpy as np
 
@@ -30,6 +34,8 @@ def befall(kind: str, loop: Loop) -> None:
         loop.config = dataclasses.replace(loop.config, run=run)
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if kind.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, kind))
     if kind == "flip":
         variable = loop.trainer._locals[-1].variables["transformer_blocks/0/ffn/up/bias"]
         bits = variable.numpy().view(np.uint32)
@@ -43,11 +49,16 @@ def main(kind: str, rank: int, step: int, flags: list[str]) -> None:
 
         def launch(self, progress):
             if progress.step == step:
+                print(f"befell at {time.monotonic()}", flush=True)
                 befall(kind, self)
             return real(self, progress)
 
         Loop._launch = launch
-    train.main(flags)
+    try:
+        train.main(flags)
+    except SystemExit as stop:
+        print(f"left with code {stop.code} at {time.monotonic()}", flush=True)
+        raise
 
 
 if __name__ == "__main__":

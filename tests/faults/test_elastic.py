@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.soak import processes_of
+from benchmarks.soak_runs import processes_of
 from tests.distributed.launch import run
 from tfbig.checkpoint import list_checkpoints
 from tfbig.checkpoint_reader import CheckpointReader
