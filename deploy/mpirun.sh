@@ -11,7 +11,9 @@ for host in ${HOSTS//,/ }; do
 done
 first=${HOSTS%%:*}
 export_flags=()
-for name in PATH PYTHONPATH LD_LIBRARY_PATH CUDA_VISIBLE_DEVICES OMP_NUM_THREADS; do
+# mpirun hands no variable to other hosts but those that it is told.
+for name in PATH PYTHONPATH LD_LIBRARY_PATH CUDA_VISIBLE_DEVICES OMP_NUM_THREADS \
+    $(compgen -e | grep -E '^(HOROVOD|NCCL|TFBIG)_' || true); do
   if [ -n "${!name:-}" ]; then export_flags+=(-x "$name"); fi
 done
 if [ "$(id -u)" = 0 ]; then export_flags+=(--allow-run-as-root); fi

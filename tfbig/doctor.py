@@ -84,7 +84,9 @@ def _examine_alone(
     seen: dict[str, Any] = {}
     if not broken:
         probed, seen = versions.probe()
-        first.findings += probed.findings
+        nccl = guarded("versions", lambda: versions.examine_nccl(seen.get("nccl", "")))
+        first.findings += [*probed.findings, *nccl.findings]
+        first.facts |= nccl.facts
     if is_launched():
         text = "the ranks cannot talk, so that only rank 0's host was looked at"
         first.add("versions", "warning", text, "mend the problem above on every host first")
@@ -146,7 +148,8 @@ def _examine_cluster(
         with on_every_rank():
             mesh = bandwidth.mesh_of(config, engine.size)
         names = bandwidth.gather_json(engine, socket.gethostname())
-        found, num_hosts = [first], len(set(names))
+        nccl = guarded("versions", lambda: versions.examine_nccl(versions.loaded_nccl()))
+        found, num_hosts = [first, nccl], len(set(names))
         seen = {
             "gpus": len(tf.config.list_physical_devices("GPU")),
             "cuda": tf.test.is_built_with_cuda(),

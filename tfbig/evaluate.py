@@ -59,7 +59,7 @@ def run(config: EvaluateConfig, parallel: dict[str, Any]) -> dict[str, Any]:
     opened = Outcome(open_data)
     if not is_launched():
         opened.alone()
-    trainer = trainers.trainer_class(layout.parallel.strategy)(layout)
+    trainer = trainers.start(layout)
     try:
         data = opened.of_all(trainer)
         together(trainer, lambda: _check_batch(config, trainer, data.sequence_length))
@@ -82,7 +82,7 @@ def _run_tasks(config: EvaluateConfig, saved: SavedRun, parallel: dict[str, Any]
     if not is_launched():
         opened.alone()
     layout = saved.with_parallel(parallel)
-    trainer = trainers.trainer_class(layout.parallel.strategy)(layout)
+    trainer = trainers.start(layout)
     try:
         evaluate_tasks, tokenizer = opened.of_all(trainer)
         together(trainer, lambda: _check_batch(config, trainer))

@@ -45,7 +45,7 @@ def run(
 
     tokenizer = Tokenizer.load(saved.folder.tokenizer_path)
     layout = saved.with_parallel(parallel)
-    trainer = trainers.trainer_class(layout.parallel.strategy)(layout)
+    trainer = trainers.start(layout)
     try:
         trainer.build(training=False, vocab_size=tokenizer.vocab_size)
         trainer.load_state(saved.reader, weights_only=True)

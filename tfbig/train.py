@@ -37,7 +37,7 @@ from tfbig.run_folder_check import check_run_folder
 from tfbig.stop_signal import StopSignal
 from tfbig.together import Outcome, on_every_rank, together
 from tfbig.validation import validate
-from trainers import check_strategy, trainer_class
+from trainers import check_strategy
 
 COMMON_FLAGS = (
     "preset list_presets data source strategy run_dir steps global_batch microbatches"
@@ -69,12 +69,13 @@ def _run(config: Config, world: World, command: Sequence[str]) -> int:
     seen_here = Outcome(lambda: look_around(config))
     if not is_launched():
         seen_here.alone()
-    # TensorFlow starts here, after the mistakes that need none of it.
-    make_trainer = trainer_class(config.parallel.strategy)
+    import trainers  # TensorFlow starts here, after the mistakes that need none of it
+
+    trainers.trainer_class(config.parallel.strategy)  # or no strategy has that name
     if config.run.verify:
         print_verified(config, seen_here)
     world.meet()
-    trainer = make_trainer(config)
+    trainer = trainers.start(config)
     with contextlib.ExitStack() as held:
         held.callback(trainer.close)
         folder, initial = seen_here.of_all(trainer)

@@ -71,3 +71,26 @@ def trainer_class(name: str):
     _check_name(name)
     module, _, attribute = STRATEGIES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def start(config):
+    """Returns the Trainer of a Config, when its ranks are those that a launcher has started.
+
+    Raises:
+      UserError: no strategy has that name, it refuses the configuration, its world is smaller than
+        the launcher's, or two ranks drive one GPU.
+    """
+    from trainers.start_check import check_start
+
+    trainer = trainer_class(config.parallel.strategy)(config)
+    across = [name for name, reach in REACH.items() if reach == "cluster"]
+    advice = (
+        f"--strategy={config.parallel.strategy} trains in one process: start one, or choose one of "
+        f"{', '.join(across)} (docs/clusters.md)"
+    )
+    try:
+        check_start(trainer, advice)
+    except BaseException:
+        trainer.close()
+        raise
+    return trainer

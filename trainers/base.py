@@ -51,12 +51,14 @@ class Trainer(abc.ABC):
     """How a step runs on this process's devices and with other processes.
 
     The constructor starts the engine (Horovod or tf.distribute, devices, threads, groups) and
-    makes no variable. `rank`, `data_rank`, `data_size`, `agree`, `broadcast` and `barrier` work
-    from then on; everything else after `build`.
+    makes no variable. The attributes, `agree`, `gather`, `broadcast` and `barrier` work from then
+    on; everything else after `build`. What a launcher has started wrongly, `trainers.start` finds.
 
     Attributes:
       rank: of this process.
       size: number of processes.
+      local_rank: of this process among those of its host.
+      local_size: number of those.
       data_rank: which slice of a global batch this process feeds.
       data_size: number of such slices.
       num_replicas: data_size x the devices one process drives.
@@ -66,6 +68,8 @@ class Trainer(abc.ABC):
 
     rank: int = 0
     size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
     data_rank: int = 0
     data_size: int = 1
     num_replicas: int = 1
@@ -87,6 +91,13 @@ class Trainer(abc.ABC):
         Args:
           value: this rank's.
           op: "min", "max" or "sum".
+        """
+
+    @abc.abstractmethod
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        """Returns all ranks' int64 vectors of one length, (ranks x length,) in order of rank.
+
+        No GPU takes part: it also works where two ranks drive the same one.
         """
 
     @abc.abstractmethod

@@ -17,11 +17,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps
 
-from tfbig.command import SIZES
-from tfbig.errors import UserError
 from tfbig.horovod_build import check_installed
 from trainers import stalled
 from trainers.clock import Clock, Timer
+from trainers.world_size import check_world_size
 
 check_installed()  # before an import that fails obscurely when TensorFlow has changed
 import horovod.tensorflow as hvd  # noqa: E402
@@ -30,6 +29,7 @@ from horovod.tensorflow import mpi_ops  # noqa: E402
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 AGREE, BROADCAST, BARRIER = "agree", "broadcast", "barrier"
 EXTREME, GATHER = "extreme", "gather"
+_HOST = "CPU:0"
 _SILENT_SECONDS = 60  # a lost host ends a run of few ranks within 90 s, launcher included
 
 
@@ -187,29 +187,6 @@ def fact(name: str) -> Any:
     return getattr(mpi_ops, name)()
 
 
-def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Checks that as many ranks found each other as a launcher has started.
-
-    Args:
-      size: of the world.
-      environ: the first of the launchers' variables that is set decides.
-
-    Raises:
-      UserError: each of them would train alone, in the same folder.
-    """
-    for name in SIZES:
-        started = environ.get(name, "")
-        if not started.isdigit():
-            continue
-        if int(started) != size:
-            raise UserError(
-                f"{name}={started}, but this rank finds itself in a world of {size}: this launcher "
-                "does not tell Horovod about the other ranks; start them by horovodrun or "
-                "`tfbig launch` (docs/clusters.md)."
-            )
-        return
-
-
 class Engine:
     """Horovod, started in this process.
 
@@ -244,7 +221,11 @@ class Engine:
         everyone = tuple(range(world_size))
         sets.pop(everyone, None)
         hvd.init(process_sets=list(sets.values()) or None)
-        check_world_size(hvd.size())
+        check_world_size(
+            hvd.size(),
+            "this launcher does not tell Horovod about the other ranks; start them by horovodrun "
+            "or `tfbig launch` (docs/clusters.md)",
+        )
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         sets[tuple(range(self.size))] = hvd.global_process_set
@@ -331,8 +312,14 @@ class Engine:
         hvd.shutdown()
 
     def _function(self, kind: str, body: Callable, key: Any, signature: Any = None) -> Callable:
+        def on_host(tensor: tf.Tensor) -> tf.Tensor:
+            # On a GPU it would go by NCCL, which hangs where two ranks share one: before the
+            # check that is to find them could say so.
+            with tf.device(_HOST):
+                return body(tensor)
+
         if (kind, key) not in self._functions:
-            function = tf.function(body, autograph=False, input_signature=signature)
+            function = tf.function(on_host, autograph=False, input_signature=signature)
 
             def noted(value: Any) -> Any:
                 self._waits_in = f"{self.world.axis}.{kind}" + (f" ({key})" if key else "")

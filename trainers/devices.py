@@ -10,7 +10,7 @@ from tfbig.errors import UserError
 from tfbig.parallel_config import ParallelConfig
 
 
-def prepare_devices(config: ParallelConfig, local_rank: int = 0, local_size: int = 1) -> int:
+def prepare_devices(config: ParallelConfig, local_rank: int = 0, local_size: int = 1) -> None:
     """Pins one GPU to this process, shares the cores, and turns determinism on.
 
     Must come before TensorFlow touches a device; a second call in the same process keeps what the
@@ -21,13 +21,9 @@ def prepare_devices(config: ParallelConfig, local_rank: int = 0, local_size: int
       local_rank: of this process on its host.
       local_size: processes on this host.
 
-    Returns:
-      The number of the GPU among those that this process sees; -1 without one.
-
     Raises:
       UserError: this host has GPUs, but fewer than processes.
     """
-    number = -1
     try:
         _set_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_size))
         gpus = tf.config.list_physical_devices("GPU")
@@ -38,7 +34,11 @@ def prepare_devices(config: ParallelConfig, local_rank: int = 0, local_size: int
     except RuntimeError:  # the devices are initialised: an earlier trainer of this process did it
         pass
     _set_arithmetic(config)
-    return number
+
+
+def driven_gpus() -> list[int]:
+    """Returns the GPUs that this process drives, by their numbers among those that it sees."""
+    return [int(gpu.name.rpartition(":")[2]) for gpu in tf.config.get_visible_devices("GPU")]
 
 
 def own_gpu(
@@ -47,7 +47,7 @@ def own_gpu(
     """Returns which of the GPUs that a process sees is its own.
 
     A single one, among several processes, that CUDA_VISIBLE_DEVICES narrows them to is taken for
-    the launcher's choice for this process (Slurm's --gpus-per-task); `check_own_gpu` finds out
+    the launcher's choice for this process (Slurm's --gpus-per-task); `check_own_gpus` finds out
     when it is not.
 
     Raises:

@@ -6,6 +6,7 @@ in every process: only the GPU's own identity tells two of them apart.
 
 import ctypes
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,22 +38,30 @@ def gpu_uuid(number: int) -> bytes:
 
 
 @on_every_rank()
-def check_own_gpu(engine: Any, uuid: bytes) -> None:
+def check_own_gpus(ranks: Any, uuids: Sequence[bytes]) -> None:
     """Checks that no two ranks of a host drive one GPU: NCCL would hang; all ranks call it.
 
     Args:
-      engine: its `gather` and `size` are used.
-      uuid: of this rank's GPU; b"" where it has none or cannot tell.
+      ranks: a trainer or an engine; its `agree` and `gather` are used.
+      uuids: of this rank's GPUs; b"" for one that cannot be told.
 
     Raises:
-      UserError: on every rank, naming two that share one.
+      SharedError: on every rank, naming two that share one.
     """
-    digest = hashlib.sha256(uuid).digest()[:8]
-    own = int.from_bytes(digest, "little") >> 1 if uuid else -1
-    seen = engine.gather(np.array([own], np.int64)).tolist()  # (ranks,)
-    for rank, value in enumerate(seen):
-        if value >= 0 and seen.index(value) < rank:
-            raise UserError(
-                f"ranks {seen.index(value)} and {rank} drive the same GPU, on which NCCL would "
-                "hang: start one rank a GPU, or set CUDA_VISIBLE_DEVICES for each rank."
-            )
+    most = ranks.agree(len(uuids), "max")
+    if not most:
+        return
+    own = [_number(uuid) for uuid in uuids] + [-1] * (most - len(uuids))
+    seen = ranks.gather(np.array(own, np.int64)).reshape([-1, most]).tolist()  # (ranks, most)
+    holder: dict[int, int] = {}
+    for rank, values in enumerate(seen):
+        for value in values:
+            if value >= 0 and holder.setdefault(value, rank) < rank:
+                raise UserError(
+                    f"ranks {holder[value]} and {rank} drive the same GPU, on which NCCL would "
+                    "hang: start one rank a GPU, or set CUDA_VISIBLE_DEVICES for each rank."
+                )
+
+
+def _number(uuid: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(uuid).digest()[:8], "little") >> 1 if uuid else -1

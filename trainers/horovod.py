@@ -13,7 +13,6 @@ from trainers.buckets import flatten, unflatten
 from trainers.clock import Clock
 from trainers.collectives import Engine, distributed_tape
 from trainers.devices import prepare_devices
-from trainers.gpu_identity import check_own_gpu, gpu_uuid
 from trainers.gradients import BatchSums, Gradients, batch_gradients
 from trainers.replica import ReplicaTrainer
 from trainers.replica_check import ReplicaCheck
@@ -43,8 +42,8 @@ class HorovodTrainer(ReplicaTrainer):
         )
         self.rank = self.data_rank = self._engine.rank
         self.size = self.data_size = self.num_replicas = self._engine.size
-        gpu = prepare_devices(config.parallel, self._engine.local_rank, self._engine.local_size)
-        check_own_gpu(self._engine, gpu_uuid(gpu))
+        self.local_rank, self.local_size = self._engine.local_rank, self._engine.local_size
+        prepare_devices(config.parallel, self.local_rank, self.local_size)
         check_equal_ranks(self._engine.differs, config)
         self._data = self._engine.everyone("data")
 
@@ -59,6 +58,9 @@ class HorovodTrainer(ReplicaTrainer):
 
     def agree(self, value: int, op: str) -> int:
         return self._engine.agree(value, op)
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        return self._engine.gather(values)
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
         return self._engine.broadcast(array, root)

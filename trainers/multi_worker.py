@@ -17,10 +17,15 @@ from trainers.devices import configure_local_devices
 from trainers.distribute import DistributeTrainer
 from trainers.slurm import has_own_gpus, place_from_slurm
 from trainers.validate import check_data_parallel_only, check_no_sharding
+from trainers.world_size import check_world_size
 
 ALONE = (
     "tfbig: --strategy=multi_worker without TF_CONFIG and outside a step of Slurm's: this process "
     "trains alone"
+)
+ADVICE = (
+    "--strategy=multi_worker finds the other ranks by TF_CONFIG or a step of Slurm's: start them "
+    "by `tfbig launch` (docs/clusters.md), or set TF_CONFIG for each"
 )
 AGREE_SECONDS = 1800.0  # rank 0 may prepare data for the others
 OPERATIONS: dict[str, Callable[[np.ndarray], int]] = {"min": np.min, "max": np.max, "sum": np.sum}
@@ -70,9 +75,11 @@ class MultiWorkerTrainer(DistributeTrainer):
         place = place_from_tf_config()
         slurm = place_from_slurm() if place is None else None
         place = place or slurm
+        check_world_size(len(place.addresses) if place else 1, ADVICE)  # else all wait for ever
         if place is None:
             print(ALONE, file=sys.stderr, flush=True)
             place = Place(("localhost:0",), 0)
+        self.local_rank, self.local_size = place.local_rank, place.local_size
         shares_gpus = place.local_size > 1 and sees_all_gpus(slurm is not None)
         configure_local_devices(config.parallel, place.local_size, place.local_rank, shares_gpus)
         self.strategy = make_strategy(len(tf.config.get_visible_devices("GPU")), slurm)
@@ -88,14 +95,16 @@ class MultiWorkerTrainer(DistributeTrainer):
         everyone = self._all(tf.constant([value], tf.int64), AGREE_SECONDS)
         return int(OPERATIONS[op](everyone))
 
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        return self._all(tf.constant(values, tf.int64), AGREE_SECONDS)
+
     def broadcast(self, array: np.ndarray) -> np.ndarray:
         return self._all(tf.convert_to_tensor(array), AGREE_SECONDS)[: len(array)]
 
     def _differs(self, values: np.ndarray) -> np.ndarray:
         if self.agree(len(values), "min") != self.agree(len(values), "max"):
             return np.ones(len(values), bool)
-        everyone = self._all(tf.constant(values, tf.int64), AGREE_SECONDS)  # (ranks n,)
-        everyone = everyone.reshape([self.size, len(values)])  # (ranks, n)
+        everyone = self.gather(values).reshape([self.size, len(values)])  # (ranks, n)
         return (everyone != everyone[0]).any(axis=0)
 
     def barrier(self, timeout: float) -> None:
@@ -121,7 +130,11 @@ class MultiWorkerTrainer(DistributeTrainer):
         if self.size == 1:
             return tensor.numpy()
         if timeout not in self._functions:
-            options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=timeout)
+            kinds = tf.distribute.experimental.CommunicationImplementation
+            # By RPC, never NCCL, which would hang where two processes drive one GPU.
+            options = tf.distribute.experimental.CommunicationOptions(
+                timeout_seconds=timeout, implementation=kinds.RING
+            )
 
             def one(x: tf.Tensor) -> tf.Tensor:
                 context = tf.distribute.get_replica_context()

@@ -23,7 +23,6 @@ from trainers.collectives import Engine, Group
 from trainers.copied_optimizer import CopiedOptimizer
 from trainers.devices import prepare_devices
 from trainers.flat_buckets import flat_buckets
-from trainers.gpu_identity import check_own_gpu, gpu_uuid
 from trainers.mesh import make_mesh, mesh_groups, warn_of_slow_tensor_groups
 from trainers.mesh_decoding import MeshDecoder
 from trainers.partition import choose_partition
@@ -55,8 +54,8 @@ class PipelineTrainer(Trainer):
         # First a world without groups: groups that differ between ranks would hang the start.
         self._engine = Engine(deterministic=parallel.deterministic)
         try:
-            gpu = prepare_devices(parallel, self._engine.local_rank, self._engine.local_size)
-            check_own_gpu(self._engine, gpu_uuid(gpu))
+            self.local_rank, self.local_size = self._engine.local_rank, self._engine.local_size
+            prepare_devices(parallel, self.local_rank, self.local_size)
             check_equal_ranks(self._engine.differs, config)
             with on_every_rank():
                 self._choose_layout()
@@ -73,7 +72,7 @@ class PipelineTrainer(Trainer):
         self._place, self._degree = self.places["pipeline"], self.mesh.sizes["pipeline"]
         self._sort_groups()
         if self.rank == 0:
-            warn_of_slow_tensor_groups(self.mesh, self._engine.local_size)
+            warn_of_slow_tensor_groups(self.mesh, self.local_size)
 
     def _choose_layout(self) -> None:
         """Chooses the mesh, the microbatches' size and the stages: the same on every rank."""
@@ -108,6 +107,9 @@ class PipelineTrainer(Trainer):
 
     def agree(self, value: int, op: str) -> int:
         return self._engine.agree(value, op)
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        return self._engine.gather(values)
 
     def broadcast(self, array: np.ndarray) -> np.ndarray:
         return self._engine.broadcast(array)

@@ -11,7 +11,8 @@ import tensorflow as tf
 from tfbig.errors import UserError
 from tfbig.parallel_config import ParallelConfig
 from trainers.collectives import Engine, Group
-from trainers.devices import prepare_devices
+from trainers.devices import driven_gpus, prepare_devices
+from trainers.gpu_identity import check_own_gpus, gpu_uuid
 from trainers.keras_calls import restore_lost_calls
 from trainers.mesh import Mesh, make_mesh, mesh_groups
 
@@ -95,6 +96,7 @@ class Session:
     def pin_device(self) -> None:
         """Gives this process its GPU, if there are any, and its share of the cores."""
         prepare_devices(ParallelConfig(), self.engine.local_rank, self.engine.local_size)
+        check_own_gpus(self.engine, [gpu_uuid(number) for number in driven_gpus()])
 
     def close(self) -> None:
         """Shuts Horovod down; `start` starts it again."""

@@ -26,6 +26,9 @@ class SingleTrainer(ReplicaTrainer):
     def agree(self, value: int, op: str) -> int:
         return value
 
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        return values
+
     def broadcast(self, array: np.ndarray) -> np.ndarray:
         return array
 

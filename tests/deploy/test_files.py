@@ -1,6 +1,7 @@
 """The files under deploy/: parsed, held against their schemas, and started where they can be."""
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -67,6 +68,16 @@ def test_mpirun_hands_the_first_host_on(tmp_path):
     assert shown("mpirun.sh", environment | {"HOSTS": "a:x"})[0] == 2
 
 
+def test_mpirun_hands_the_settings_of_horovod_nccl_and_tfbig_on(tmp_path):
+    settings = {"NCCL_DEBUG": "INFO", "HOROVOD_CYCLE_TIME": "2", "TFBIG_GRACE_SECONDS": "7"}
+    others = {"HOSTS": "a:2,b:2", "OMP_NUM_THREADS": "3", "MY_NCCL_DEBUG": "1", "NCCL_ALGO": ""}
+    code, words = shown("mpirun.sh", fake(tmp_path, "mpirun") | others | settings)
+    given = [following for word, following in itertools.pairwise(words) if word == "-x"]
+    assert code == 0 and len(given) == len(set(given))
+    assert {*settings, "OMP_NUM_THREADS", "PATH"} <= set(given)
+    assert not {"MY_NCCL_DEBUG", "NCCL_ALGO", "HOSTS"} & set(given)
+
+
 def test_tf_config_of_each_worker(tmp_path):
     environment = fake(tmp_path, "python") | {"HOSTS": "a,b:3333", "INDEX": "1"}
     code, words = shown("tf_config.sh", environment, "--steps=3")
@@ -86,6 +97,27 @@ def test_slurm_files_ask_for_what_they_start():
     assert options["ntasks-per-node"] == "8" and options["gpus-per-task"] == "1"
     assert options["signal"] == "TERM@120"
     assert sbatch_options(DEPLOY / "slurm_multi_worker.sbatch")["ntasks-per-node"] == "1"
+
+
+SHOWS_ITS_CORES = """#!/bin/sh
+echo "$SLURM_PROCID of $SLURM_STEP_NUM_TASKS has ${SLURM_CPUS_PER_TASK:-1}: $*"
+"""
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm_multi_worker.sbatch"])
+def test_tasks_get_the_cores_that_sbatch_was_asked_for(name, tmp_path):
+    cores = sbatch_options(DEPLOY / name)["cpus-per-task"]
+    program = tmp_path / "shows_its_cores"
+    program.write_text(SHOWS_ITS_CORES)
+    program.chmod(0o755)
+    # As sbatch sets it; what srun has from its own environment would hide what the file says.
+    environment = with_srun(tmp_path, PYTHON=str(program), SRUN_CPUS_PER_TASK="")
+    environment |= {"SLURM_CPUS_PER_TASK": cores, "SLURM_NTASKS_PER_NODE": "2"}
+    code, lines = shown(name, environment, "--steps=3")
+    assert code == 0 and len(lines) == 2
+    for rank, line in enumerate(sorted(lines)):
+        assert line.startswith(f"{rank} of 2 has {cores}: -m tfbig.")
+        assert line.endswith(" --steps=3")
 
 
 def with_srun(tmp_path, **extra):
@@ -130,6 +162,9 @@ def test_the_mpijob_has_its_schemas_shape():
     gpus = worker["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     assert gpus == spec["slotsPerWorker"]
     pod = worker["template"]["spec"]
+    # The image's entrypoint stays in front: it makes the host keys, which the image lacks.
+    assert "command" not in pod["containers"][0]
+    assert pod["containers"][0]["args"] == ["/usr/sbin/sshd", "-De"]
     mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
     shm = next(v for v in pod["volumes"] if v["name"] == mounts["/dev/shm"])
     assert shm["emptyDir"]["medium"] == "Memory"

@@ -26,6 +26,17 @@ def test_the_entrypoint_becomes_the_program(words, started, tmp_path):
     assert done.returncode == 0 and done.stdout.splitlines()[1:-1] == started
 
 
+def test_sshd_starts_with_host_keys_of_its_own(tmp_path):
+    assert "/etc/ssh/ssh_host_*" in DOCKERFILE  # equal keys in all containers would be no secret
+    environment = fake(tmp_path, "ssh-keygen") | fake(tmp_path, "sshd")
+    done = run(
+        ["/bin/sh", str(DEPLOY / "entrypoint"), f"{tmp_path}/bin/sshd", "-De"], 30, environment
+    )
+    words = [line for line in done.stdout.splitlines() if not line.startswith("TF_CONFIG")]
+    assert done.returncode == 0
+    assert words == [f"{tmp_path}/bin/ssh-keygen", "-A", f"{tmp_path}/bin/sshd", "-De"]
+
+
 def test_the_entrypoint_is_of_exec_form_and_parses():
     assert re.search(r'^ENTRYPOINT \["/usr/local/bin/tfbig-entrypoint"\]$', DOCKERFILE, re.M)
     text = (DEPLOY / "entrypoint").read_text()

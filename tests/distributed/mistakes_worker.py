@@ -2,8 +2,9 @@
 
 usage: mistakes_worker.py MISTAKES_JSON FLAG...
 
-MISTAKES_JSON is {rank: [flags that this rank gets besides]}. The flag "no room" is none: that rank
-finds no room for its first checkpoint.
+MISTAKES_JSON is {rank: [flags that this rank gets besides]}. Two flags are none: with "no room"
+that rank finds no room for its first checkpoint; with "GPU 7" it drives two GPUs, one of which is
+called 7.
 """
 
 import json
@@ -23,9 +24,21 @@ def without_room() -> None:
         next(rooms)
 
 
+def with_gpus(name: str) -> None:
+    """Has this rank drive two GPUs, as far as its start sees: one of its own, and a named one."""
+    from trainers import start_check
+
+    uuids = [b"own %d" % launched_rank(), name.encode()]
+    start_check.driven_gpus = lambda: list(range(len(uuids)))
+    start_check.gpu_uuid = uuids.__getitem__
+
+
 if __name__ == "__main__":
     own = json.loads(sys.argv[1]).get(str(launched_rank()), [])
     if "no room" in own:
         without_room()
         own.remove("no room")
+    for word in [word for word in own if word.startswith("GPU ")]:
+        with_gpus(word)
+        own.remove(word)
     train.main([*sys.argv[2:], *own])

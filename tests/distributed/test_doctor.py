@@ -55,3 +55,12 @@ def test_a_mesh_that_does_not_fit_is_one_line():
     done = doctor(["--pipeline_parallel_degree=3"])
     assert done.returncode != 0
     assert done.stdout.count("tfbig doctor: error: 2 ranks are no multiple") == 1, done.stdout
+
+
+@pytest.mark.distributed
+def test_a_clock_that_is_wrong_is_a_problem(tmp_path):
+    flags = ["--megabytes=1", f"--run_dir={tmp_path}"]
+    done = horovodrun(2, ["tests/distributed/doctor_worker.py", *flags])
+    assert done.returncode != 0
+    (line,) = [line for line in done.stdout.splitlines() if " s from rank 0's" in line]
+    assert "PROBLEM  network    the clock is +5.0 s from rank 0's" in line, done.stdout

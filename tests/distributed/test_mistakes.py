@@ -100,3 +100,35 @@ def test_slurm_starts_a_cluster_on_machines_without_gpus(tmp_path, small_flags):
     assert [process.returncode for process in ended] == [0, 0], everything
     assert "multi_worker: 2 processes, 2 replicas" in ended[0].stdout
     assert len(read_metrics(tmp_path / "run")) == 1
+
+
+@pytest.mark.distributed
+def test_two_workers_on_one_gpu_are_named(tmp_path, small_flags):
+    mistakes = {"0": ["GPU 7"], "1": ["GPU 7"]}
+    codes, lines, everything = run_cluster(tmp_path, mistakes, small_flags)
+    assert codes == [2, 2] and [len(own) for own in lines] == [1, 0], everything
+    assert "error: ranks 0 and 1 drive the same GPU, on which NCCL would hang" in lines[0][0]
+    assert not (tmp_path / "run").exists()
+
+
+# What each launcher sets; mpirun ends rank 1 when rank 0 has said why, srun does not.
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "{rank}", "TF_CONFIG": ""}
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{rank}", "TF_CONFIG": ""}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("strategy", "launcher"), [("single", SRUN), ("multi_worker", MPIRUN)])
+def test_ranks_that_know_nothing_of_each_other_are_refused(
+    strategy, launcher, tmp_path, small_flags
+):
+    arguments = flags_of(tmp_path, {}, small_flags, f"--strategy={strategy}")
+    environments = [{k: v.format(rank=rank) for k, v in launcher.items()} for rank in range(2)]
+    ended = start_ranks([arguments] * 2, environments, TIMEOUT, patience=90.0)
+    everything = "\n---\n".join(process.stdout for process in ended)
+    assert [process.returncode for process in ended] == [2, 2], everything
+    (line,) = ended[0].stdout.splitlines()
+    assert f"{next(iter(launcher))}=2, but this rank finds itself in a world of 1: " in line
+    assert f": --strategy={strategy} " in line and not (tmp_path / "run").exists()
+    if launcher is SRUN:
+        assert ended[1].stdout.count("\n") == 1
+        assert "rank 1 ends; rank 0, of the same flags, says why" in ended[1].stdout

@@ -1,12 +1,87 @@
 """GPUs and cores: each thing that would spoil a run has its line."""
 
+import importlib
+import sys
+
 import pytest
 
-from tfbig.diagnosis.devices import Gpu, examine, examine_cores
+from tfbig.diagnosis.devices import Gpu, examine, examine_cores, read_gpus
 from tfbig.profiler.cgroup_limits import Limits
 
 GIB = 1 << 30
 GOOD = Gpu("L4", 24 * GIB, 0, 0)
+
+
+NVML = """
+import types
+
+class NVMLError(Exception):
+    pass
+
+NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+is_open = False
+GPUS = [(b"L4", 24 << 30, 3 << 30, 2), ("T4", 16 << 30, 0, None)]  # old releases give bytes
+
+def nvmlInit():
+    global is_open
+    {init}
+    is_open = True
+
+def nvmlShutdown():
+    global is_open
+    is_open = False
+
+def nvmlSystemGetDriverVersion():
+    assert is_open
+    return b"550.54"
+
+def nvmlDeviceGetCount():
+    return len(GPUS)
+
+def nvmlDeviceGetHandleByIndex(index):
+    return GPUS[index]
+
+def nvmlDeviceGetName(handle):
+    return handle[0]
+
+def nvmlDeviceGetMemoryInfo(handle):
+    return types.SimpleNamespace(total=handle[1], used=handle[2])
+
+def nvmlDeviceGetTotalEccErrors(handle, kind, counter):
+    assert (kind, counter) == (NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC)
+    if handle[3] is None:
+        raise NVMLError("Not Supported")
+    return handle[3]
+"""
+
+
+@pytest.fixture
+def nvml(tmp_path, monkeypatch):
+    """Puts a module in NVML's place, as no driver is here; gives what writes and returns it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(**lines):
+        (tmp_path / "pynvml.py").write_text(NVML.format_map({"init": ""} | lines))
+        monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+        importlib.invalidate_caches()
+        return importlib.import_module("pynvml")
+
+    yield make
+    sys.modules.pop("pynvml", None)
+
+
+def test_gpus_as_nvml_describes_them(nvml):
+    module = nvml()
+    gpus, driver = read_gpus()
+    assert gpus == [Gpu("L4", 24 * GIB, 3 * GIB, 2), Gpu("T4", 16 * GIB, 0, 0)]
+    assert driver == "550.54" and not module.is_open
+
+
+def test_an_nvml_that_shows_nothing(nvml, monkeypatch):
+    nvml(init='raise NVMLError("Driver Not Loaded")')
+    assert read_gpus() == ([], "")
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as where it is not installed
+    assert read_gpus() == ([], "")
 
 
 def problems(found):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tfbig.diagnosis import disk, hashes, limits
+from tfbig.shared_memory import shared_memory_warning
 
 GIB = 1 << 30
 
@@ -28,6 +29,15 @@ def test_room_and_speed_are_measured_and_nothing_is_left(tmp_path, monkeypatch):
     assert (
         "the run's checkpoints need 4.2 GiB" in problems(disk.examine(str(run), "gpt2_124m", 2))[0]
     )
+
+
+def test_doctors_of_one_number_share_a_folder(tmp_path):
+    # Of two containers; what one of them has there, another must neither take nor remove.
+    theirs = [tmp_path / f".tfbig-doctor-{os.getpid()}", tmp_path / ".tfbig-doctor-1"]
+    for path in theirs:
+        path.touch()
+    assert min(disk.speed(tmp_path, 1)) > 0
+    assert sorted(tmp_path.iterdir()) == sorted(theirs)
 
 
 def test_a_slow_or_forbidden_disk(tmp_path, monkeypatch):
@@ -51,6 +61,16 @@ def test_shared_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=8 * GIB))
     assert not problems(disk.examine_shared_memory(8, True, tmp_path))
     assert "there is no" in problems(disk.examine_shared_memory(1, False, tmp_path / "shm"))[0]
+
+
+def test_a_start_says_what_nccl_may_lack(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=64 << 20))
+    line = shared_memory_warning(2, tmp_path)
+    assert line and line.startswith(f"{tmp_path} has 64 MiB for 2 GPUs; NCCL may need 1024")
+    assert shared_memory_warning(1, tmp_path) is None
+    assert "has 0 MiB" in (shared_memory_warning(2, tmp_path / "none") or "")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=GIB))
+    assert shared_memory_warning(8, tmp_path) is None
 
 
 def limit_of(**given):

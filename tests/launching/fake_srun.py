@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Slurm's srun for one machine: really starts the tasks, with a step's variables.
 
-Understands -n/--ntasks=N, --ntasks-per-node=N, --nodes, --kill-on-bad-exit and --distribution as
-srun does (slurm.schedmd.com/srun.html), passes SIGTERM on, and ends with the highest exit code.
+Understands -n/--ntasks=N, --ntasks-per-node=N, --cpus-per-task=N, --nodes, --kill-on-bad-exit and
+--distribution as srun does (slurm.schedmd.com/srun.html), passes SIGTERM on, and ends with the
+highest exit code. As since Slurm 22.05, a step has one core a task unless --cpus-per-task or
+SRUN_CPUS_PER_TASK says more, whatever sbatch was told.
 FAKE_SRUN_NODES names the nodes, e.g. n1,n2; all of them are this machine.
 """
 
@@ -13,7 +15,8 @@ import subprocess
 import sys
 
 OPTIONS = re.compile(
-    r"--(ntasks|ntasks-per-node|nodes|kill-on-bad-exit|distribution|export|cpu-bind)=(\S+)"
+    r"--(ntasks|ntasks-per-node|cpus-per-task|nodes|kill-on-bad-exit|distribution|export|cpu-bind)"
+    r"=(\S+)"
 )
 
 
@@ -32,6 +35,10 @@ def main() -> int:
     per_node = int(options.get("ntasks-per-node", os.environ.get("SLURM_NTASKS_PER_NODE", "0")))
     total = int(options.get("ntasks", per_node * len(nodes) or 1))
     per_node = per_node or -(-total // len(nodes))
+    cores = options.get("cpus-per-task", os.environ.get("SRUN_CPUS_PER_TASK", ""))
+    inherited = {k: v for k, v in os.environ.items() if k != "SLURM_CPUS_PER_TASK"}
+    if cores:
+        inherited |= {"SLURM_CPUS_PER_TASK": cores}
     tasks = []
     for rank in range(total):
         step = {
@@ -44,7 +51,7 @@ def main() -> int:
             "SLURM_STEP_NODELIST": ",".join(nodes),
             "SLURM_STEP_TASKS_PER_NODE": ",".join(str(per_node) for _ in nodes),
         }
-        tasks.append(subprocess.Popen(words, env=os.environ | step))
+        tasks.append(subprocess.Popen(words, env=inherited | step))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, frame: [task.send_signal(n) for task in tasks])
     return max(task.wait() if task.wait() >= 0 else 128 - task.wait() for task in tasks)

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.distributed.launch import REPOSITORY
+from tests.distributed.launch import REPOSITORY, free_ports
 
 pytestmark = [
     pytest.mark.system,
@@ -39,10 +39,34 @@ def image(tmp_path_factory):
     shutil.rmtree(storage)
 
 
-def test_two_processes_train_inside(image):
-    container = subprocess.run(
-        [*image, "from", "localhost/tfbig:test"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+# As the MPI operator starts a worker, whose user is root; a client then sees a host key.
+SSHD = "/usr/local/bin/tfbig-entrypoint /usr/sbin/sshd -De -p {port}"
+SEE_KEY = """
+for _ in $(seq 50); do
+  if ssh-keyscan -T 2 -p {port} 127.0.0.1 | grep -q ssh-ed25519; then kill $!; exit 0; fi
+  sleep 0.2
+done
+kill $!
+exit 1
+"""
+
+
+@pytest.fixture
+def container(image):
+    command = [*image, "from", "localhost/tfbig:test"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_sshd_starts_as_the_mpi_operator_starts_it(image, container):
+    (port,) = free_ports(1)
+    script = f"{SSHD} & {SEE_KEY}".format(port=port)
+    inside = [*image, "run", "--isolation", "chroot", "--user", "root", container, "--"]
+    command = [*inside, "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_two_processes_train_inside(image, container):
     inside = [*image, "run", "--isolation", "chroot", container, "--"]
     inside.append("/usr/local/bin/tfbig-entrypoint")
     who = subprocess.run([*inside, "id", "-un"], capture_output=True, text=True, timeout=60)

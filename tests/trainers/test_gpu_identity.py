@@ -1,33 +1,49 @@
 """One GPU a rank: which one a process takes, and what finds two ranks on the same one."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
 from tfbig.errors import UserError
 from tfbig.together import SharedError
-from trainers.collectives import check_world_size
 from trainers.devices import own_gpu
-from trainers.gpu_identity import check_own_gpu, gpu_uuid
+from trainers.gpu_identity import check_own_gpus, gpu_uuid
+from trainers.world_size import check_world_size
 
 
-class Gathered:
-    """An engine whose other ranks have sent what is given."""
+def check_ranks(*uuids):
+    """Runs the check in a thread a rank, each with its GPUs; returns what the ranks raise."""
+    size = len(uuids)
+    barrier, board = threading.Barrier(size, timeout=20), {}
 
-    def __init__(self, uuids):
-        self._uuids = uuids
+    class Rank(NamedTuple):
+        number: int
 
-    def gather(self, values):
-        own = []
+        def everyones(self, value):
+            board[self.number] = value
+            barrier.wait()
+            values = [board[rank] for rank in range(size)]
+            barrier.wait()
+            return values
 
-        class One:
-            def gather(self, value):
-                own.append(int(value[0]))
-                return np.array([-1])
+        def agree(self, value, op):
+            return {"max": max}[op](self.everyones(value))
 
-        for uuid in self._uuids:
-            check_own_gpu(One(), uuid)
-        assert values[0] in own
-        return np.array(own, np.int64)
+        def gather(self, values):
+            return np.concatenate(self.everyones(values))
+
+        def check(self):
+            try:
+                check_own_gpus(self, uuids[self.number])
+            except SharedError as error:
+                return str(error)
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(Rank.check, map(Rank, range(size))))
+    return [line for line in results if line]
 
 
 def test_a_gpu_by_number_or_the_one_that_a_launcher_has_chosen():
@@ -41,11 +57,13 @@ def test_a_gpu_by_number_or_the_one_that_a_launcher_has_chosen():
 
 
 def test_two_ranks_on_one_gpu_are_refused_on_every_rank():
-    check_own_gpu(Gathered([b"a", b"b", b"c"]), b"b")
-    check_own_gpu(Gathered([b"", b"", b"a"]), b"")  # without GPUs there is nothing to share
-    for own in (b"a", b"b"):
-        with pytest.raises(SharedError, match="ranks 1 and 2 drive the same GPU"):
-            check_own_gpu(Gathered([b"a", b"b", b"b"]), own)
+    assert check_ranks([b"a"], [b"b"], [b"c"]) == []
+    assert check_ranks([b""], [b""], [b"a"]) == []  # what cannot be told is no other's
+    assert check_ranks([b"a", b"b"], [b"c"], []) == []
+    for shared in ([[b"c"], [b"a"], [b"a"]], [[], [b"a", b"b"], [b"c", b"b"]]):
+        lines = check_ranks(*shared)
+        assert len(lines) == 3 and len(set(lines)) == 1
+        assert lines[0].startswith("ranks 1 and 2 drive the same GPU")
 
 
 def test_without_a_driver_there_is_no_identity(monkeypatch):
@@ -59,9 +77,10 @@ def test_without_a_driver_there_is_no_identity(monkeypatch):
 
 
 def test_a_world_as_large_as_the_launcher_made_it():
-    check_world_size(1, {})
-    check_world_size(4, {"HOROVOD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"})
-    check_world_size(2, {"OMPI_COMM_WORLD_SIZE": "2"})
+    check_world_size(1, "", {})
+    check_world_size(4, "", {"HOROVOD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "8"})
+    check_world_size(2, "", {"OMPI_COMM_WORLD_SIZE": "2"})
+    check_world_size(2, "", {"SLURM_STEP_NUM_TASKS": "1"})  # TF_CONFIG names one of another step
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        with pytest.raises(UserError, match=f"{name}=8, but .* in a world of 1"):
-            check_world_size(1, {name: "8"})
+        with pytest.raises(SharedError, match=f"{name}=8, but .* in a world of 1: start one"):
+            check_world_size(1, "start one", {name: "8"})

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -9,11 +10,11 @@ from tfbig.checkpoint import nearest_folder
 from tfbig.config import RunConfig
 from tfbig.diagnosis.finding import Examined
 from tfbig.presets import preset
+from tfbig.shared_memory import ADVICE, FOLDER, NEEDED_BYTES
 from tfbig.variables import checkpoint_bytes
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _SLOW = 50.0  # MiB/s
-_SHM_BYTES = _GIB  # what NCCL may take of /dev/shm (NVIDIA/nccl issue 290)
 
 
 def examine(run_dir: str, preset_name: str, megabytes: int) -> Examined:
@@ -59,9 +60,9 @@ def examine(run_dir: str, preset_name: str, megabytes: int) -> Examined:
 
 def speed(folder: Path, megabytes: int) -> tuple[float, float]:
     """Returns MiB/s of writing a file, fsync included, and of reading it from the disk."""
-    path = folder / f".tfbig-doctor-{os.getpid()}"
     block = os.urandom(_MIB)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    # A name of its own: processes of two containers may have one number and share the folder.
+    descriptor, name = tempfile.mkstemp(prefix=".tfbig-doctor-", dir=folder)
     try:
         start = time.monotonic()
         for _ in range(megabytes):
@@ -76,13 +77,11 @@ def speed(folder: Path, megabytes: int) -> tuple[float, float]:
         read = time.monotonic()
     finally:
         os.close(descriptor)
-        path.unlink()
+        os.unlink(name)
     return megabytes / max(written - start, 1e-9), megabytes / max(read - again, 1e-9)
 
 
-def examine_shared_memory(
-    local_size: int, has_gpus: bool, folder: Path = Path("/dev/shm")
-) -> Examined:
+def examine_shared_memory(local_size: int, has_gpus: bool, folder: Path = FOLDER) -> Examined:
     """Returns whether /dev/shm holds what NCCL puts there for the ranks of one host.
 
     Args:
@@ -96,10 +95,9 @@ def examine_shared_memory(
         return found
     size = shutil.disk_usage(folder).total
     text = f"{folder} has {size / _GIB:.2g} GiB"
-    if size >= _SHM_BYTES:
+    if size >= NEEDED_BYTES:
         found.add("disk", "fine", text)
         return found
     needed = has_gpus and local_size > 1
-    advice = "docker run --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
-    found.add("disk", "problem" if needed else "warning", f"{text}; NCCL needs 1", advice)
+    found.add("disk", "problem" if needed else "warning", f"{text}; NCCL needs 1", ADVICE)
     return found

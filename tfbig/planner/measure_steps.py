@@ -92,7 +92,7 @@ def run_steps(config: Any, steps: int = STEPS) -> dict[str, Any]:
     import trainers
 
     reset_peak()
-    trainer = trainers.trainer_class(config.parallel.strategy)(config)
+    trainer = trainers.start(config)
     trainer.build()
     batch = make_batch(config, config.run.global_batch // trainer.data_size)
     seconds = []

@@ -84,7 +84,7 @@ def load_model(config: ServeConfig, parallel: dict[str, Any]) -> ServedModel:
     from data_pipeline.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
-    trainer = trainers.trainer_class(layout.parallel.strategy)(layout)
+    trainer = trainers.start(layout)
     trainer.build(training=False, vocab_size=tokenizer.vocab_size)
     if trainer.size > 1 and trainer.layout() is None and not layout.parallel.shard_parameters:
         raise UserError(
