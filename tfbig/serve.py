@@ -19,7 +19,6 @@ COMMON_FLAGS = (
     "run checkpoint host port api_key num_rows queue_size request_seconds precision num_threads"
 ).split()
 _NEEDED = ("starlette", "uvicorn", "jinja2", "prometheus_client")
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def run(config: ServeConfig, parallel: dict[str, Any]) -> int:
@@ -64,29 +63,22 @@ def answer(model: Any, config: ServeConfig, listener: socket.socket) -> None:
       config: its limits.
       listener: bound.
     """
-    import uvicorn
-
     from tfbig.serving.access_log import log
+    from tfbig.serving.admission import is_loopback
     from tfbig.serving.app import Server
+    from tfbig.serving.http_server import HttpServer
 
-    server = uvicorn.Server(
-        uvicorn.Config(
-            Server(model, config).app,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=round(config.drain_seconds),
-            timeout_keep_alive=30,
-            server_header=False,
-            lifespan="on",
-        )
-    )
-    # uvicorn hands a signal on once it has shut down; by then there is nothing left to end.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"serving {model.name} at http://{shown}:{port} (Ctrl-C ends)", flush=True)
-    if config.host not in _LOOPBACK and not config.api_key:
+
+    def say_so() -> None:
+        print(f"serving {model.name} at http://{shown}:{port} (Ctrl-C ends)", flush=True)
+
+    server = HttpServer(Server(model, config).app, config, say_so)
+    # uvicorn hands a signal on once it has shut down; by then there is nothing left to end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, server.leave)
+    if not is_loopback(host) and not config.api_key:
         print(
             "warning: other machines can reach this server, and no --api_key is set.",
             file=sys.stderr,
@@ -104,7 +96,7 @@ def check(config: ServeConfig) -> None:
             f"serving needs {', '.join(lacking)}: pip install 'tfbig[serve]', or"
             " pip install -e '.[serve]' in a checkout."
         )
-    for name in ("num_rows", "max_choices", "max_body_bytes"):
+    for name in ("num_rows", "max_choices", "max_body_bytes", "max_connections"):
         if getattr(config, name) < 1:
             raise UserError(f"--{name}={getattr(config, name)} must be at least 1.")
     for name in ("queue_size", "max_tokens_limit", "drain_seconds"):

@@ -17,6 +17,8 @@ class ServeConfig:
     """Address to listen on; 0.0.0.0 lets other machines in."""
     port: int = 8080
     """Port to listen on; 0 takes a free one."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names of a server on 127.0.0.1, e.g. a proxy's; repeat the flag for more."""
     api_key: str = ""
     """Bearer token that clients must send; empty takes TFBIG_API_KEY's, or lets anyone in."""
     num_rows: int = 8
@@ -26,15 +28,17 @@ class ServeConfig:
     request_seconds: float = 60.0
     """Seconds after which a request that is not answered yet ends with 504."""
     body_seconds: float = 10.0
-    """Seconds in which a request's body must have arrived."""
+    """Seconds in which a request's head must have arrived, and again its body."""
+    max_connections: int = 256
+    """Connections whose requests are answered; those beyond get 503, and twice as many nothing."""
     max_body_bytes: int = 6_291_456
     """Largest body of a request; SageMaker's own limit is this."""
     max_tokens_limit: int = 0
     """Most tokens one text may ask for; 0 means the model's positions."""
     max_choices: int = 8
     """Most texts one request may ask for: its prompts x n."""
-    drain_seconds: float = 25.0
-    """Seconds that requests under way are given after SIGTERM."""
+    drain_seconds: float = 15.0
+    """Seconds that requests under way are given after SIGTERM; horovodrun kills after 20."""
     log_prompts: bool = False
     """Whether prompts and answers are written to the log."""
 

@@ -44,19 +44,23 @@ def model(tokenizer):
 
 
 @contextlib.contextmanager
-def serving(model, **fields):
-    """Runs a server in a thread; gives its address."""
-    import uvicorn
+def serving(model, send_buffer=0, **fields):
+    """Runs a server in a thread; gives its address.
 
+    Args:
+      model: that answers.
+      send_buffer: bytes that the machine takes of an answer that nobody reads; 0 leaves it.
+      fields: of ServeConfig.
+    """
     from tfbig.serving.app import Server
+    from tfbig.serving.http_server import HttpServer
 
-    config = ServeConfig(**{"num_rows": 4, "queue_size": 8, **fields})
+    config = ServeConfig(**{"num_rows": 4, "queue_size": 8, "drain_seconds": 5.0, **fields})
     listener = socket.socket()
+    if send_buffer:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     listener.bind(("127.0.0.1", 0))
-    app = Server(model, config).app
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=5)
-    )
+    server = HttpServer(Server(model, config).app, config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

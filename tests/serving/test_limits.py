@@ -1,9 +1,12 @@
 """What the server refuses, gives up and survives."""
 
+import dataclasses
+import gc
 import json
 import socket
 import threading
 import time
+import weakref
 
 import httpx
 import pytest
@@ -19,7 +22,6 @@ def running(address: str) -> float:
 
 def slowed(model, seconds: float):
     """The model with steps that take longer, so that there is time to leave."""
-    import dataclasses
 
     class Slow:
         def __init__(self, trainer):
@@ -52,11 +54,18 @@ def test_sagemaker(client):
     ).json()
     assert [len(texts) for texts in several] == [2, 2]
     assert several[0][0] != several[0][1]
+    asked = {**asked, "stream": True, "parameters": {**parameters, "return_full_text": True}}
+    with client.stream("POST", "/invocations", json=asked) as stream:
+        events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    assert stream.headers["Content-Type"].startswith("text/event-stream")
+    assert events[-1] == "[DONE]" and len(events) > 3
+    pieces = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
+    assert "".join(pieces) == "def main(" + greedy
     for body, words in (
         ({}, "inputs is missing"),
         ({"inputs": 3}, "inputs must be a string"),
         ({"inputs": "a", "parameters": 1}, "parameters must be an object"),
-        ({"inputs": "a", "parameters": {"num_beams": 4}}, "beam search is not served"),
+        ({"inputs": "a", "parameters": {"num_beams": 4}}, "num_beams is not supported"),
     ):
         answer = client.post("/invocations", json=body)
         assert answer.status_code == 400 and words in answer.json()["error"]["message"]
@@ -74,6 +83,7 @@ def test_bodies(client, model):
         (b"", 400), (b"{", 400), (b"[]", 400), (b"null", 400), (b'{"prompt": "\xff"}', 400),
         (b'{"prompt": "\\ud800"}', 400), (b'{"prompt": NaN}', 400), (b"[" * 100_000, 400),
         (b'{"prompt": "a", "max_tokens": 1e400}', 400),
+        (b'{"prompt": "a", "user": ' + b"[" * 1000 + b"]" * 1000 + b"}", 400),
         (b'{"prompt": "a", "seed": 123456789012345678901234567890}', 400),
     ):  # fmt: skip
         answer = post(content)
@@ -94,7 +104,8 @@ def test_bodies(client, model):
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=20) as slow:
             slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\n"
                 b'Content-Length: 100\r\n\r\n{"prom'
             )
             assert b" 408 " in slow.recv(4096).split(b"\r\n")[0]
@@ -141,7 +152,8 @@ def test_who_leaves_frees_the_row(model, stream):
         body = json.dumps({**LONG, "n": 2, "stream": stream}).encode()
         with socket.create_connection((host, int(port)), timeout=20) as leaving:
             leaving.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\n"
                 b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
             )
             wait_for(lambda: running(address) == 2)
@@ -152,8 +164,6 @@ def test_who_leaves_frees_the_row(model, stream):
 
 
 def test_a_failing_model_is_an_error_and_the_server_goes_on(model, capfd):
-    import dataclasses
-
     class Failing:
         def __init__(self, trainer):
             self._trainer, self.fails = trainer, True
@@ -174,6 +184,81 @@ def test_a_failing_model_is_an_error_and_the_server_goes_on(model, capfd):
         assert httpx.post(url, json=LONG, timeout=60).status_code == 200
         assert httpx.get(f"{address}/health").status_code == 200
     assert "out of memory" in capfd.readouterr().err
+
+
+def test_a_failed_cache_goes_before_a_new_one_comes(model):
+    """Where the cache is most of what a device holds, there is no room for two."""
+    caches, left = [], []
+
+    class Failing:
+        def __init__(self, trainer):
+            self._trainer = trainer
+
+        def new_cache(self, *arguments):
+            gc.collect()
+            left.extend(reference() is not None for reference in caches)
+            cache = self._trainer.new_cache(*arguments)
+            caches.append(weakref.ref(cache))
+            return cache
+
+        def decode_step(self, tokens, num_valid, source_row, reset, cache):
+            self._trainer.decode_step(tokens, num_valid, source_row, reset, cache)
+            raise RuntimeError("out of memory")
+
+    with serving(dataclasses.replace(model, trainer=Failing(model.trainer))) as address:
+        answer = httpx.post(f"{address}/v1/completions", json=LONG, timeout=60)
+        assert answer.status_code == 500
+        wait_for(lambda: len(caches) == 2)
+    assert left == [False]
+
+
+class OtherTokenizer:
+    """The model's, but for how it encodes."""
+
+    def __init__(self, tokenizer, encode):
+        self._tokenizer, self.encode = tokenizer, encode
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+
+def test_a_fault_of_ours_is_json(model, capfd):
+    def encode(text):
+        raise RuntimeError("a fault that nobody foresaw")
+
+    faulty = OtherTokenizer(model.tokenizer, encode)
+    with serving(dataclasses.replace(model, tokenizer=faulty)) as address:
+        answer = httpx.post(f"{address}/v1/completions", json=LONG)
+        assert answer.status_code == 500 and answer.json()["error"]["type"] == "api_error"
+        assert "foresaw" not in answer.text and answer.headers["X-Request-Id"]
+    shown = capfd.readouterr().err
+    assert "a fault that nobody foresaw" in shown and '"event":"fault"' in shown
+
+
+def test_tokenizing_keeps_nobody_waiting(model):
+    begun, ends = threading.Event(), threading.Event()
+
+    def encode(text):
+        begun.set()
+        assert ends.wait(60)
+        return model.tokenizer.encode(text)
+
+    slow = OtherTokenizer(model.tokenizer, encode)
+    with serving(dataclasses.replace(model, tokenizer=slow)) as address:
+        answers = []
+
+        def ask():
+            answers.append(httpx.post(f"{address}/v1/completions", json=LONG, timeout=60))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            assert begun.wait(30)
+            assert httpx.get(f"{address}/ping", timeout=10).status_code == 200
+        finally:
+            ends.set()
+            asking.join(60)
+        assert answers[0].status_code == 200
 
 
 def test_the_log(model, capfd):

@@ -88,6 +88,13 @@ def test_several_prompts(openai_client):
     assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
     assert texts[0] == texts[1] and texts[2] == texts[3] and texts[0] != texts[2]
     assert found.usage.completion_tokens == 20
+    # With a seed, too, a prompt's texts are those it has alone.
+    options = {"model": NAME, "n": 2, "max_tokens": 8, "seed": 3}
+    found = openai_client.completions.create(**options, prompt=prompts)
+    texts = [choice.text for choice in found.choices]
+    for prompt in prompts:
+        alone = openai_client.completions.create(**options, prompt=prompt)
+        assert [choice.text for choice in alone.choices] == [texts.pop(0), texts.pop(0)]
 
 
 def test_options(openai_client, tokenizer):

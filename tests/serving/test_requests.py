@@ -1,5 +1,7 @@
 """Reading requests: whatever comes, it is a request or an error that names what is wrong."""
 
+import datetime
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,7 +31,14 @@ class Bytes:
 
 def reader(template: str = "", **limits) -> RequestReader:
     tokenizer = Bytes()
-    limits = Limits(**{"max_length": 64, "max_tokens": 64, "max_choices": 4, **limits})
+    limits = {
+        "max_length": 64,
+        "max_tokens": 64,
+        "max_choices": 4,
+        "max_prompt_bytes": 64,
+        **limits,
+    }
+    limits = Limits(**limits)
     return RequestReader(
         tokenizer, lambda text: tokenizer.encode(text).tolist(), ChatTemplate(template), limits, "m"
     )
@@ -53,7 +62,7 @@ READER = reader()
 @settings(max_examples=400, deadline=None)
 @given(body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6), kind=st.integers(0, 2))
 def test_anything_is_a_request_or_an_error(body, kind):
-    read = [READER.completions, READER.chat, lambda b: READER.invocation(b)[0]][kind]
+    read = [READER.completions, READER.chat, READER.invocation][kind]
     try:
         request = read(body)
     except RequestError as error:
@@ -79,6 +88,101 @@ def test_defaults():
     assert reader().completions({"prompt": "a", "seed": -1}).options.seed >= 0
     chat = reader().chat({"messages": [{"role": "user", "content": "a"}]})
     assert chat.max_tokens == [64 - len(b"user: a\n\nassistant:")]
+
+
+def deep(levels: int) -> list:
+    value: list = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_deep_values(field):
+    """What shows a value or compares it may not go down to its end."""
+    prompt = {"prompt": "a", "inputs": "a", "messages": [{"role": "user", "content": "a"}]}
+    for read, names in ((READER.completions, ["prompt"]), (READER.chat, ["messages"]),
+                        (READER.invocation, ["inputs", "parameters"])):  # fmt: skip
+        body = {name: prompt[name] for name in names if name in prompt} | {field: deep(100_000)}
+        try:
+            request = read(body)
+        except RequestError as error:
+            assert len(error.message) < 300
+        else:
+            assert request.prompts, "a field that the API does not look at"
+
+
+def test_long_prompts_are_not_tokenized():
+    class Asked(Exception):
+        pass
+
+    class Never(Bytes):
+        def encode(self, text):
+            raise Asked
+
+    tokenizer = Never()
+    limits = Limits(max_length=64, max_tokens=64, max_choices=4, max_prompt_bytes=64 * 3)
+    one = RequestReader(tokenizer, tokenizer.encode, ChatTemplate(), limits, "m")
+    for length, kind in ((64 * 3 + 1, RequestError), (64 * 3 - 20, Asked)):
+        text = "a" * length
+        messages = [{"role": "user", "content": text}]
+        for read, body in ((one.completions, {"prompt": text}),
+                           (one.completions, {"prompt": [text, "a"]}),
+                           (one.chat, {"messages": messages}),
+                           (one.invocation, {"inputs": text})):  # fmt: skip
+            with pytest.raises(kind) as error:
+                read(body)
+            if kind is RequestError:
+                assert error.value.code == "context_length_exceeded"
+                assert "more than the model's 64 positions" in error.value.message
+
+
+def test_a_chat_is_rendered_as_training_renders_it():
+    from data_pipeline.chat import to_documents
+    from data_pipeline.documents import ReadCounts
+    from data_pipeline.input_files import RecordFormat
+
+    messages = [("system", " Be brief.\n"), ("user", "\n2 + 2? \t"), ("assistant", " 4 ")]
+    chat = [{"role": role, "content": text} for role, text in messages]
+    (document,) = to_documents({"chat": chat}, RecordFormat(chat="chat"), ReadCounts())
+    assert ChatTemplate().render(chat[:2]) == document.prompt
+
+
+def test_what_transformers_gives_templates():
+    """Loop controls, the date and JSON as it is: templates of many models use them."""
+    message = {"role": "user", "content": "<ä>"}
+    source = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}"
+        "{% endfor %}{{ strftime_now('%Y') }}"
+    )
+    shown = ChatTemplate(source).render([message, message])
+    assert shown == f'{{"role": "user", "content": "<ä>"}}{datetime.date.today().year}'
+
+
+def test_unknown_parameters_of_an_invocation():
+    invocation = reader().invocation
+    for body, words in (
+        ({"parameters": {"max_new_token": 3}}, "Did you mean max_new_tokens"),
+        ({"parameters": {"truncate": 5}}, "parameters has an unknown field 'truncate'"),
+        ({"parameters": {"num_beams": 2}}, "num_beams is not supported"),
+        ({"parameters": {"typical_p": 0.5}}, "typical_p is not supported"),
+        ({"paramters": {}}, "the body has an unknown field 'paramters'"),
+        ({"model": "other"}, "there is no model 'other'"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            invocation({"inputs": "a", **body})
+    inert = {"num_beams": 1, "watermark": False, "typical_p": 1.0, "length_penalty": 1}
+    assert not invocation({"inputs": "a", "parameters": inert}).stream
+    assert invocation({"inputs": "a", "parameters": {"stream": True}}).stream
+    assert invocation({"inputs": "a", "stream": True}).stream, "as Hugging Face's containers do"
+
+
+def test_beam_search_is_refused():
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for read, body in ((reader().completions, {"prompt": "a"}), (reader().chat, chat)):
+        with pytest.raises(RequestError, match="use_beam_search is not supported"):
+            read({**body, "use_beam_search": True})
+        assert read({**body, "use_beam_search": False})
 
 
 def test_a_template_of_the_tokenizer(tmp_path):

@@ -80,6 +80,10 @@ class Engine:
         """Whether there is nothing to write."""
         return not self._waiting and self.num_running == 0
 
+    def close(self) -> None:
+        """Lets go of the cache; nothing can be written any more."""
+        self._cache = None
+
     def add(self, completion: Completion) -> None:
         """Queues a completion; it must fit into the model's positions."""
         assert completion.prompt and completion.max_tokens >= 1

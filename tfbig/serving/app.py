@@ -1,7 +1,7 @@
 """The routes, and what every request goes through: its id, its key, its line in the log."""
 
+import asyncio
 import contextlib
-import hmac
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tfbig.serve_config import ServeConfig
 from tfbig.serving.access_log import log, request_id
+from tfbig.serving.admission import check_crowd, check_host, check_key
 from tfbig.serving.endpoints import CLIENT_LEFT, Endpoints, json_response
 from tfbig.serving.errors import RequestError
 from tfbig.serving.metrics import Metrics
@@ -56,7 +57,10 @@ class Server:
             IDLE_SECONDS,
         )
         limits = Limits(
-            model.max_length, config.max_tokens_limit or model.max_length, config.max_choices
+            model.max_length,
+            config.max_tokens_limit or model.max_length,
+            config.max_choices,
+            model.most_prompt_bytes(),
         )
         reader = RequestReader(
             model.tokenizer, model.chat_encoder(), model.template, limits, model.name
@@ -81,6 +85,7 @@ class Server:
                     HTTPException: _http_error,
                     RequestError: _request_error,
                     ClientDisconnect: _client_left,
+                    Exception: _fault,
                 },
             ),
             self._metrics,
@@ -95,8 +100,10 @@ class Server:
 
     def _route(self, path: str, method: str, handler: Handler, needs_key: bool) -> Route:
         async def guarded(request: Request) -> Response:
+            check_host(request, self._config.host, self._config.allowed_hosts)
             if needs_key:
                 check_key(request, self._config.api_key)
+                check_crowd(request)  # probes and metrics are answered all the same
             return await handler(request)
 
         return Route(path, guarded, methods=[method])
@@ -138,23 +145,6 @@ class Server:
         return HTMLResponse(text, headers=headers)
 
 
-def check_key(request: Request, key: str) -> None:
-    """Raises RequestError unless the request has the key, compared in constant time."""
-    if not key:
-        return
-    kind, _, given = request.headers.get("authorization", "").partition(" ")
-    # Header bytes reach us as latin-1.
-    same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
-    if kind.lower() != "bearer" or not same:
-        raise RequestError(
-            "the API key is missing or wrong: send it as `Authorization: Bearer KEY`.",
-            401,
-            "authentication_error",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-
-
 async def _request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     return json_response(error.body(), error.status, error.headers)
@@ -167,6 +157,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     what = {404: f"there is nothing at {path!r}.", 405: f"{path!r} takes no {method[:20]}."}
     found = RequestError(what.get(error.status_code, str(error.detail)), error.status_code)
     return json_response(found.body(), found.status, dict(error.headers or {}))
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """What nothing else has caught; it is raised on, into the log."""
+    found = RequestError("the server failed; its log says how.", 500, "api_error")
+    return json_response(found.body(), 500)
 
 
 async def _client_left(request: Request, error: Exception) -> Response:
@@ -211,16 +207,17 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, send_with_id)
-        except Exception:
+        except Exception:  # answered already, see _fault
             log(
                 "fault",
                 request_id=own_id,
                 path=scope["path"][:200],
                 traceback=traceback.format_exc(),
             )
+        except asyncio.CancelledError:  # the time for what was under way is over
             if not began:
-                body = RequestError("the server failed; its log says how.", 500, "api_error")
-                await json_response(body.body(), 500)(scope, receive, send_with_id)
+                error = RequestError("the server is stopping.", 503, "api_error", code="stopping")
+                await json_response(error.body(), 503)(scope, receive, send_with_id)
         finally:
             self._record(scope, stream_status[-1] if stream_status else status, start)
 

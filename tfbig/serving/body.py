@@ -9,6 +9,10 @@ from starlette.requests import Request
 
 from tfbig.serving.errors import RequestError
 
+# The deepest field that is understood lies at four; what writes JSON, compares values or shows them
+# calls itself at each level, and some of it gives up at 254.
+_MOST_LEVELS = 32
+
 
 async def read_json(request: Request, max_bytes: int, seconds: float) -> Mapping[str, Any]:
     """Returns the JSON object that a request carries.
@@ -22,8 +26,9 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> Mapping
       RequestError: too large, too slow, or no JSON object.
       starlette.requests.ClientDisconnect: the client left.
     """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    # A page of another site may send text and forms to a server on this machine, but no JSON.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A page of another site may send text, forms and bodies of no type to a server on this machine,
+    # but no JSON.
     if kind != "application/json" and not kind.endswith("+json"):
         raise RequestError(f"Content-Type must be application/json, not {kind[:80]!r}.", 415)
     length = request.headers.get("content-length", "0")
@@ -41,7 +46,19 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> Mapping
         raise RequestError(f"the body is not JSON: {error}.") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object.")
+    _check_levels(body)
     return body
+
+
+def _check_levels(body: dict[str, Any]) -> None:
+    """Raises RequestError when lists and objects lie too deep within each other."""
+    level: list[Any] = [body]
+    for _ in range(_MOST_LEVELS):
+        inner = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
+        if not level:
+            return
+    raise RequestError(f"the body has more than {_MOST_LEVELS} levels of lists and objects.")
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

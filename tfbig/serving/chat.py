@@ -1,5 +1,6 @@
 """Chats to prompts, by the template that came with the tokenizer."""
 
+import datetime
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +12,10 @@ from tfbig.serving.fields import checked_text
 
 ROLES = ("system", "developer", "user", "assistant")
 _MOST_MESSAGES = 1024
-# For models whose tokenizer has none: plain text that any language model can go on from.
+# For models whose tokenizer has none: the plain text that fine-tuning on chats learns from
+# (data_pipeline/chat.py), and any language model can go on from.
 PLAIN = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n\n{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content | trim }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
@@ -34,8 +36,12 @@ class ChatTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         # Templates come with models: they see the messages and nothing of this process.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise_exception
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        # What transformers' own rendering gives them besides.
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        environment.filters["tojson"] = _to_json
         self.is_plain = not source
         try:
             self._template = environment.from_string(source or PLAIN)
@@ -93,6 +99,15 @@ def _raise_exception(message: str) -> None:
     import jinja2
 
     raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Jinja's own filter escapes what HTML would read, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _checked(messages: Any) -> list[dict[str, str]]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import time
+import functools
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -55,21 +55,21 @@ class Endpoints:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = await self._body(request)
-        return await self._answer(request, self._reader.completions(body), Answer)
+        return await self._answer(request, await self._completions(body), Answer)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await self._body(request)
-        return await self._answer(request, self._reader.chat(body), ChatAnswer)
+        return await self._answer(request, await self._chat(body), ChatAnswer)
 
     async def invocations(self, request: Request) -> Response:
         """POST /invocations: the body of Hugging Face's toolkit, or one of OpenAI's."""
         body = await self._body(request)
         if "messages" in body:
-            return await self._answer(request, self._reader.chat(body), ChatAnswer)
+            return await self._answer(request, await self._chat(body), ChatAnswer)
         if "prompt" in body:
-            return await self._answer(request, self._reader.completions(body), Answer)
-        wanted, _ = self._reader.invocation(body)
+            return await self._answer(request, await self._completions(body), Answer)
+        wanted = await asyncio.to_thread(self._reader.invocation, body)
         if wanted.stream:
             return await self._answer(request, wanted, Answer)
         answer = self._make_answer(wanted, Answer)
@@ -83,6 +83,14 @@ class Endpoints:
 
     # Parts.
 
+    # Chat templates and tokenizers take their time, in which other requests' pieces go out.
+
+    async def _completions(self, body: Any) -> GenerationRequest:
+        return await asyncio.to_thread(self._reader.completions, body)
+
+    async def _chat(self, body: Any) -> GenerationRequest:
+        return await asyncio.to_thread(self._reader.chat, body)
+
     async def _body(self, request: Request) -> Any:
         config = self._config
         body = await read_json(request, config.max_body_bytes, config.body_seconds)
@@ -95,13 +103,13 @@ class Endpoints:
         for prompt, text, max_tokens in zip(
             wanted.prompts, wanted.prompt_texts, wanted.max_tokens, strict=True
         ):
-            for _ in range(wanted.num_choices):
+            for index in range(wanted.num_choices):  # a prompt draws as it would alone
                 completion = Completion(
                     prompt,
                     wanted.options,
                     max_tokens,
                     wanted.end_tokens,
-                    len(choices),
+                    index,
                     wanted.num_top_logprobs,
                 )
                 prefix = ""
@@ -117,7 +125,14 @@ class Endpoints:
         if wanted.stream:
             job = self._submit(request, answer)  # a full queue is an error before the stream
             headers = {"X-Request-Id": request.state.request_id}
-            return EventStream(self._events(request, job, answer), headers)
+            deadline = job.submitted + self._config.request_seconds
+            request.state.log_stream(CLIENT_LEFT)  # unless it says something else
+            return EventStream(
+                self._events(request, job, answer),
+                functools.partial(self._close, request, job, answer),
+                headers,
+                deadline,
+            )
         if not await self._write(request, answer):
             return Response(status_code=CLIENT_LEFT)
         return json_response(answer.body())
@@ -125,15 +140,14 @@ class Endpoints:
     def _submit(self, request: Request, answer: Answer) -> Job:
         tokenizer, stop = self._model.tokenizer, answer.request.stop
         job = Job([CompletionText(choice.completion, tokenizer, stop) for choice in answer.choices])
-        self._runner.submit(job)
-        request.state.deadline = time.monotonic() + self._config.request_seconds
+        self._runner.submit(job, self._config.request_seconds)
         return job
 
     async def _write(self, request: Request, answer: Answer) -> bool:
         """Writes the whole answer; False means that the client left."""
         job = self._submit(request, answer)
         left = asyncio.create_task(disconnected(request))
-        writing = asyncio.create_task(self._collect(request, job, answer))
+        writing = asyncio.create_task(self._collect(job, answer))
         try:
             await asyncio.wait({left, writing}, return_when=asyncio.FIRST_COMPLETED)
             if not writing.done():
@@ -147,32 +161,28 @@ class Endpoints:
                     await task
             self._close(request, job, answer)
 
-    async def _collect(self, request: Request, job: Job, answer: Answer) -> None:
-        async for index, piece in self._runner.pieces(job, request.state.deadline):
+    async def _collect(self, job: Job, answer: Answer) -> None:
+        async for index, piece in self._runner.pieces(job):
             answer.choices[index].add(piece)
 
     async def _events(
         self, request: Request, job: Job, answer: Answer
     ) -> AsyncGenerator[bytes, None]:
-        status = CLIENT_LEFT
         try:
             for chunk in answer.first_chunks():
                 yield _event(chunk)
-            async for index, piece in self._runner.pieces(job, request.state.deadline):
+            async for index, piece in self._runner.pieces(job):
                 answer.choices[index].add(piece)
                 following = answer.next_chunk(index, piece)
                 if following is not None:
                     yield _event(following)
             if answer.request.include_usage:
                 yield _event(answer.usage_chunk())
-            status = 200
             yield b"data: [DONE]\n\n"
+            request.state.log_stream(200)
         except RequestError as error:  # too late for a status: the stream ends with the error
-            status = error.status
             yield _event(error.body())
-        finally:
-            self._close(request, job, answer)
-            request.state.log_stream(status)
+            request.state.log_stream(error.status)
 
     def _close(self, request: Request, job: Job, answer: Answer) -> None:
         self._runner.close(job)

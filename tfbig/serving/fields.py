@@ -1,6 +1,7 @@
 """Reading one field of a request's JSON, with an error that names it."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,8 +9,8 @@ from tfbig.serving.errors import RequestError
 
 
 def shown(value: Any) -> str:
-    """Returns a value for a message, cut short."""
-    text = repr(value)
+    """Returns a value for a message, cut short, however long or deep it is."""
+    text = reprlib.repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 

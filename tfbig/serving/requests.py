@@ -1,18 +1,36 @@
 """What a client asks for, read from the JSON of each API. TensorFlow-free."""
 
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tfbig.errors import UserError
+from tfbig.errors import near_matches
 from tfbig.generation.sampling import MAX_TOP_LOGPROBS, SamplingOptions
 from tfbig.serving.chat import ChatTemplate
 from tfbig.serving.errors import RequestError
 from tfbig.serving.fields import Fields, checked_text, shown
+from tfbig.serving.sampling_fields import SamplingFields, is_id
 
-_LARGEST_SEED = (1 << 63) - 1
-_MOST_BIASES, _MOST_STOPS, _LONGEST_STOP = 1024, 16, 256
+# What /invocations takes of Hugging Face's parameters.
+_PARAMETERS = (
+    "max_new_tokens min_new_tokens num_return_sequences return_full_text do_sample temperature"
+    " top_k top_p min_p seed repetition_penalty presence_penalty frequency_penalty logit_bias stop"
+    " stop_sequences stop_token_ids ignore_eos stream"
+).split()
+# Those that change nothing at these values, and are not served at others.
+_INERT: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1,),
+    "best_of": (1,),
+    "watermark": (False,),
+    "details": (False,),
+    "decoder_input_details": (False,),
+    "use_cache": (True, False),
+}
 
 
 class Encoder(Protocol):
@@ -31,6 +49,7 @@ class Limits:
     max_length: int  # positions of the model
     max_tokens: int  # of one text
     max_choices: int  # prompts x n
+    max_prompt_bytes: int  # more text than this is surely more tokens than positions
 
 
 @dataclass(frozen=True)
@@ -78,6 +97,7 @@ class RequestReader:
     ) -> None:
         self._tokenizer, self._encode_chat, self._template = tokenizer, encode_chat, template
         self._limits, self._model_name = limits, model_name
+        self._sampling = SamplingFields(tokenizer.vocab_size, limits.max_length)
 
     def completions(self, body: Mapping[str, Any]) -> GenerationRequest:
         """Returns the request of a body of /v1/completions.
@@ -87,6 +107,7 @@ class RequestReader:
         """
         fields = Fields(body)
         self._check_model(fields)
+        fields.refuse("use_beam_search", (False,), "texts are sampled here")
         fields.refuse("suffix", ("",), "the model only continues a text")
         num_choices = fields.integer("n", 1, 1, self._limits.max_choices)
         fields.refuse("best_of", (num_choices,), "ask for n texts instead")
@@ -115,6 +136,7 @@ class RequestReader:
         """
         fields = Fields(body)
         self._check_model(fields)
+        fields.refuse("use_beam_search", (False,), "texts are sampled here")
         for name in ("tools", "functions"):
             fields.refuse(name, ([],), "the model calls no tools")
         fields.refuse("response_format", ({"type": "text"},), "only text is written")
@@ -127,7 +149,7 @@ class RequestReader:
             raise RequestError("top_logprobs needs logprobs to be true.", parameter="top_logprobs")
         return self._request(
             fields,
-            [self._encode_chat(text)],
+            [self._encoded("messages", text, self._encode_chat)],
             [None],
             ("max_completion_tokens", "max_tokens"),
             default_tokens=0,
@@ -136,11 +158,8 @@ class RequestReader:
             num_top_logprobs=num_top if wanted else -1,
         )
 
-    def invocation(self, body: Mapping[str, Any]) -> tuple[GenerationRequest, bool]:
+    def invocation(self, body: Mapping[str, Any]) -> GenerationRequest:
         """Returns the request of a body of Hugging Face's SageMaker toolkit.
-
-        Returns:
-          (request, whether the prompt is part of the answer's text).
 
         Raises:
           RequestError: a field is wrong.
@@ -149,8 +168,12 @@ class RequestReader:
         parameters = {} if parameters is None else parameters
         if not isinstance(parameters, Mapping):
             raise RequestError("parameters must be an object.", parameter="parameters")
+        _check_names("the body", body, ("inputs", "parameters", "stream", "model"))
+        self._check_model(Fields(body))
+        _check_names("parameters", parameters, (*_PARAMETERS, *_INERT))
         fields = Fields(
             {
+                "stream": body.get("stream"),
                 **parameters,
                 "max_tokens": parameters.get("max_new_tokens"),
                 "min_tokens": parameters.get("min_new_tokens"),
@@ -158,13 +181,14 @@ class RequestReader:
                 "stop": parameters.get("stop", parameters.get("stop_sequences")),
             }
         )
-        fields.refuse("num_beams", (1,), "beam search is not served")
+        for name, harmless in _INERT.items():
+            fields.refuse(name, harmless, "texts are sampled, one token after the other")
         num_choices = fields.integer("n", 1, 1, self._limits.max_choices)
         sample = fields.flag("do_sample", parameters.get("temperature") is not None)
         prompts, texts = self._prompts(body.get("inputs"), "inputs", num_choices)
         if any(text is None for text in texts):
             raise RequestError("inputs must be a string or strings.", parameter="inputs")
-        request = self._request(
+        return self._request(
             fields,
             prompts,
             texts,
@@ -175,7 +199,6 @@ class RequestReader:
             fixed=not sample,
             echo=fields.flag("return_full_text", True),
         )
-        return request, request.echo
 
     # Parts.
 
@@ -208,11 +231,13 @@ class RequestReader:
         return GenerationRequest(
             prompts,
             texts,
-            self._options(fields, temperature, fixed),
+            self._sampling.options(fields, temperature, fixed),
             [self._max_tokens(fields, length_fields, default_tokens, len(p)) for p in prompts],
             num_choices,
-            self._stop(fields.get("stop")),
-            frozenset(end_tokens | self._ids(fields.get("stop_token_ids"), "stop_token_ids")),
+            self._sampling.stop(fields.get("stop")),
+            frozenset(
+                end_tokens | self._sampling.ids(fields.get("stop_token_ids"), "stop_token_ids")
+            ),
             num_top_logprobs,
             echo,
             stream,
@@ -225,7 +250,7 @@ class RequestReader:
         """Returns the ids of each prompt, and its text where there is one."""
         if prompt is None:
             raise RequestError(f"{name} is missing.", parameter=name)
-        several = isinstance(prompt, list) and not (prompt and _is_id(prompt[0]))
+        several = isinstance(prompt, list) and not (prompt and is_id(prompt[0]))
         items = prompt if several else [prompt]
         if not items:
             raise RequestError(f"{name} is an empty list.", parameter=name)
@@ -239,7 +264,7 @@ class RequestReader:
         texts: list[str | None] = []
         for item in items:
             if isinstance(item, list):
-                ids = [int(k) for k in item if _is_id(k) and 0 <= k < self._tokenizer.vocab_size]
+                ids = [int(k) for k in item if is_id(k) and 0 <= k < self._tokenizer.vocab_size]
                 if len(ids) != len(item) or not ids:
                     raise RequestError(
                         f"{name} must be a string, strings, token ids below"
@@ -249,11 +274,22 @@ class RequestReader:
                 texts.append(None)
             else:
                 text = checked_text(name, item)
-                ids = [int(k) for k in self._tokenizer.encode(text)]
+                ids = [int(k) for k in self._encoded(name, text, self._tokenizer.encode)]
                 texts.append(text)
             # Nothing to go on from: the start of a document.
             prompts.append(ids or [self._tokenizer.end_of_text_id])
         return prompts, texts
+
+    def _encoded(self, name: str, text: str, encode: Callable[[str], Any]) -> Any:
+        """Returns a text's tokens, unless it is too long whatever they are."""
+        if len(text) > self._limits.max_prompt_bytes:  # a character is a byte at least
+            raise RequestError(
+                f"{name} has {len(text)} characters, more than the model's"
+                f" {self._limits.max_length} positions can hold.",
+                code="context_length_exceeded",
+                parameter=name,
+            )
+        return encode(text)
 
     def _max_tokens(
         self, fields: Fields, names: Sequence[str], default: int, prompt_length: int
@@ -281,73 +317,6 @@ class RequestReader:
             return wanted
         return min(default or limits.max_tokens, limits.max_tokens, room)
 
-    def _options(self, fields: Fields, temperature: float, fixed: bool) -> SamplingOptions:
-        seed = fields.integer("seed", -1, -(1 << 63), _LARGEST_SEED)
-        seed = secrets.randbits(63) if fields.get("seed") is None else seed % (1 << 64)
-        top_k = fields.integer("top_k", 0, -1, 1 << 31)  # -1 is vLLM's word for all
-        try:
-            return SamplingOptions(
-                temperature=temperature
-                if fixed
-                else fields.number("temperature", temperature, 0, 2),
-                top_k=max(top_k, 0),
-                top_p=fields.number("top_p", 1.0, 1e-9, 1.0),
-                seed=seed,
-                min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-                repetition_penalty=fields.number("repetition_penalty", 1.0, 1e-3, 1e3),
-                presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-                frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-                logit_bias=self._logit_bias(fields.get("logit_bias")),
-                min_tokens=fields.integer("min_tokens", 0, 0, self._limits.max_length),
-            )
-        except UserError as error:
-            raise RequestError(str(error).replace("--", "")) from None
-
-    def _logit_bias(self, value: Any) -> dict[int, float]:
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping) or len(value) > _MOST_BIASES:
-            raise RequestError(
-                f"logit_bias must be an object of at most {_MOST_BIASES} token ids.",
-                parameter="logit_bias",
-            )
-        ids = {}
-        for key in value:
-            if not (key.isascii() and key.isdigit() and len(key) <= 9):
-                raise RequestError(f"{shown(key)} is no token id.", parameter="logit_bias")
-            ids[key] = self._one_id(int(key), "logit_bias")
-        biases = Fields(value)
-        return {ids[key]: biases.number(key, 0.0, -100.0, 100.0) for key in value}
-
-    def _stop(self, value: Any) -> tuple[str, ...]:
-        if value is None:
-            return ()
-        items = value if isinstance(value, list) else [value]
-        if len(items) > _MOST_STOPS:
-            raise RequestError(f"at most {_MOST_STOPS} stop strings.", parameter="stop")
-        texts = tuple(checked_text("stop", item) for item in items)
-        if not all(0 < len(text) <= _LONGEST_STOP for text in texts):
-            raise RequestError(
-                f"a stop string has 1 to {_LONGEST_STOP} characters.", parameter="stop"
-            )
-        return texts
-
-    def _ids(self, value: Any, name: str) -> set[int]:
-        if value is None:
-            return set()
-        if not isinstance(value, list) or len(value) > _MOST_BIASES:
-            raise RequestError(f"{name} must be a list of token ids.", parameter=name)
-        return {self._one_id(item, name) for item in value}
-
-    def _one_id(self, value: Any, name: str) -> int:
-        if not _is_id(value) or not 0 <= value < self._tokenizer.vocab_size:
-            raise RequestError(
-                f"{name}: {shown(value)} is no token id; they are below"
-                f" {self._tokenizer.vocab_size}.",
-                parameter=name,
-            )
-        return int(value)
-
     @staticmethod
     def _include_usage(fields: Fields, stream: bool) -> bool:
         options = fields.get("stream_options")
@@ -362,5 +331,11 @@ class RequestReader:
         return Fields(options).flag("include_usage")
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _check_names(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises RequestError for a field that would change nothing."""
+    for name in given:
+        if name not in known:
+            near = near_matches(name[:80], list(known))
+            raise RequestError(
+                f"{where} has an unknown field {shown(name)}.{near}", parameter=name[:80]
+            )

@@ -13,6 +13,7 @@ from tfbig.generation.engine import Engine
 from tfbig.serving.errors import RequestError
 
 Event = tuple["Job", int, Piece | None]  # None: the engine failed
+_LATE = -1  # in place of a completion's index: the deadline has passed
 
 
 class Job:
@@ -31,6 +32,7 @@ class Job:
         self.submitted = time.monotonic()
         self.first_token: float | None = None  # seconds after `submitted`
         self.num_open = len(self.texts)
+        self.deadline: asyncio.TimerHandle | None = None
 
     @property
     def completions(self) -> list[Completion]:
@@ -60,7 +62,8 @@ class Runner:
         self._make_engine, self._on_step = make_engine, on_step
         self._rest, self._rest_seconds = rest, rest_seconds if rest else None
         self._engine = make_engine()
-        self._most_open = self._engine.num_rows + queue_size
+        self._num_rows = self._engine.num_rows
+        self._most_open = self._num_rows + queue_size
         self._new_jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._texts: dict[Completion, tuple[Job, int]] = {}
         self._num_open = 0  # completions of jobs that are not closed; the event loop's
@@ -87,14 +90,18 @@ class Runner:
         """Whether the thread lives."""
         return self._thread.is_alive()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, seconds: float) -> None:
         """Queues a job; `close` must follow.
+
+        Args:
+          job: new.
+          seconds: after which its `pieces` end with an error.
 
         Raises:
           RequestError: too many wait already; 429 with when to try again.
         """
         if self._num_open + job.num_open > self._most_open:
-            rounds = self._num_open / self._engine.num_rows
+            rounds = self._num_open / self._num_rows
             seconds = max(1, min(math.ceil(rounds * self._seconds / 2), 60))
             raise RequestError(
                 f"{self._num_open} texts are being written or waiting: try again in {seconds} s.",
@@ -104,38 +111,36 @@ class Runner:
                 headers={"Retry-After": str(seconds)},
             )
         self._num_open += job.num_open
+        # One clock for a job: waiting for each piece with one of its own costs more than the piece.
+        job.deadline = job.loop.call_later(seconds, job.pieces.put_nowait, (_LATE, None))
         self._new_jobs.put(job)
 
     def close(self, job: Job) -> None:
         """Ends a submitted job, finished or not."""
+        assert job.deadline is not None
+        job.deadline.cancel()
         for completion in job.completions:
             completion.finish("cancelled")
         self._num_open -= job.num_open
         job.num_open = 0
         self._seconds += 0.1 * (time.monotonic() - job.submitted - self._seconds)
 
-    async def pieces(self, job: Job, deadline: float) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields (index of the completion, piece) until all completions have ended.
-
-        Args:
-          job: submitted.
-          deadline: of time.monotonic().
+    async def pieces(self, job: Job) -> AsyncIterator[tuple[int, Piece]]:
+        """Yields (index of the completion, piece) until all completions of a submitted job ended.
 
         Raises:
           RequestError: the deadline passed, or the engine failed.
         """
         num_going = len(job.texts)
         while num_going:
-            try:
-                left = deadline - time.monotonic()
-                index, piece = await asyncio.wait_for(job.pieces.get(), max(left, 0.001))
-            except asyncio.TimeoutError:
+            index, piece = await job.pieces.get()
+            if index == _LATE:
                 raise RequestError(
                     "the request took longer than the server allows.",
                     504,
                     "timeout_error",
                     code="timeout",
-                ) from None
+                )
             if piece is None:
                 raise RequestError("the model failed; the server's log says how.", 500, "api_error")
             num_going -= piece.finish_reason is not None
@@ -150,9 +155,11 @@ class Runner:
                     return
                 changed = self._engine.step()
                 self._hand_out(changed)
+                continue
             except Exception:
                 traceback.print_exc()
-                self._fail_all()
+            # Here, where no traceback holds on to the cache.
+            self._fail_all()
 
     def _take_jobs(self) -> bool:
         """Queues new jobs at the engine, waiting for one when idle; False means the end."""
@@ -194,6 +201,7 @@ class Runner:
             events.setdefault(job.loop, []).append((job, index, None))
         self._texts.clear()
         self._deliver(events)
+        self._engine.close()  # first: there may be no room for two caches
         self._engine = self._make_engine()
 
     @staticmethod

@@ -1,5 +1,6 @@
 """The model that a server answers with: a trainer with weights, its tokenizer, its card."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,13 @@ class ServedModel:
         prompt = [self.tokenizer.end_of_text_id]
         write_all(self.make_engine(num_rows), [Completion(prompt, SamplingOptions(), 2)])
 
+    def most_prompt_bytes(self) -> int:
+        """Returns the bytes beyond which a prompt has more tokens than there are positions."""
+        if self.tokenizer.description.get("normalizer"):
+            return sys.maxsize  # which may make text shorter before there are tokens
+        ids = range(self.tokenizer.vocab_size)
+        return self.max_length * max(len(self.tokenizer.decode_bytes([token])) for token in ids)
+
     def chat_encoder(self) -> Callable[[str], list[int]]:
         """Returns what gives the ids of a rendered template.
 
@@ -83,7 +91,7 @@ def load_model(config: ServeConfig, parallel: dict[str, Any]) -> ServedModel:
     import trainers
     from data_pipeline.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    tokenizer = Tokenizer.load(folder)
     trainer = trainers.start(layout)
     trainer.build(training=False, vocab_size=tokenizer.vocab_size)
     if trainer.size > 1 and trainer.layout() is None and not layout.parallel.shard_parameters:
