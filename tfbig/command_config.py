@@ -50,8 +50,18 @@ class GenerateConfig:
     """Step of the checkpoint; -1 means the newest."""
     prompt: FreeText = ""
     """Text to continue; empty means an end-of-text token, the start of a document."""
+    prompts_file: str = ""
+    """File of prompts, a line each, or a JSON string each in a .jsonl; writes JSON lines."""
+    num_texts: int = 1
+    """Texts to write for each prompt; of several, each is a line of JSON."""
     max_tokens: int = 200
     """Tokens to write at most."""
+    min_tokens: int = 0
+    """Tokens before which no text ends by itself."""
+    logprobs: int = -1
+    """Likeliest tokens whose log probabilities are written, as JSON, at each place; -1 is off."""
+    logit_bias: tuple[str, ...] = ()
+    """TOKEN:BIAS, added to the logits of a token's id. Repeat the flag for more."""
     temperature: float = 0.8
     """Divides the logits; 0 always takes the most likely token."""
     top_k: int = 0
@@ -72,6 +82,8 @@ class GenerateConfig:
     """Beam scores are divided by length to this power; above 0 favours longer texts."""
     no_repeat_ngram_size: int = 0
     """Beam search never repeats as many tokens in a row; 0 is off."""
+    early_stopping: Literal["false", "true", "never"] = "false"
+    """Ends beam search with num_beams texts, or once no text of its, or of any length is better."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; not printed. Repeat the flag for more."""
     sampling_seed: int = 0

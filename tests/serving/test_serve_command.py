@@ -1,13 +1,18 @@
 """`tfbig serve` as a user runs it: a run's model answers, and a signal ends it politely."""
 
+import contextlib
+import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 
 import httpx
 import numpy as np
@@ -22,6 +27,7 @@ from tfbig.generation.completion import Completion
 from tfbig.generation.engine import write_all
 from tfbig.generation.sampling import SamplingOptions
 from tfbig.serve_config import ServeConfig
+from tfbig.serving.http_server import HttpServer
 from tfbig.serving.served_model import load_model
 
 
@@ -32,20 +38,35 @@ def run_dir(tmp_path_factory, small_flags) -> str:
     return folder
 
 
-def test_a_run_is_served_until_a_signal(run_dir):
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TFBIG_API_KEY": "k"}
+@contextlib.contextmanager
+def served(run_dir: str, *flags: str, **variables: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """Gives `tfbig serve` and the address that it says."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
     command = [sys.executable, "-m", "tfbig.serve", f"--run={run_dir}", "--port=0", "--num_rows=2"]
     server = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, *flags],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+    watch = threading.Timer(180, server.kill)
+    watch.start()
     try:
         assert server.stdout is not None and server.stderr is not None
-        watch = threading.Timer(180, server.kill)
-        watch.start()
         line = server.stdout.readline()
         found = re.fullmatch(r"serving first at (http://127.0.0.1:\d+) \(Ctrl-C ends\)\n", line)
         assert found, line + server.stderr.read()
-        with httpx.Client(base_url=found[1], timeout=120) as client:
+        yield server, found[1]
+    finally:
+        watch.cancel()
+        server.kill()
+        server.communicate()
+
+
+def test_a_run_is_served_until_a_signal(run_dir):
+    with served(run_dir, TFBIG_API_KEY="k") as (server, address):
+        with httpx.Client(base_url=address, timeout=120) as client:
             assert client.get("/v1/models").status_code == 401, "the environment's key holds"
             client.headers["Authorization"] = "Bearer k"
             (card,) = client.get("/v1/models").json()["data"]
@@ -63,10 +84,67 @@ def test_a_run_is_served_until_a_signal(run_dir):
         assert server.wait(60) == 0
         log = server.stderr.read()
         assert "Traceback" not in log and '"event":"stop"' in log
-        watch.cancel()
-    finally:
-        server.kill()
-        server.wait()
+
+
+def test_curl_as_the_documentation_has_it(run_dir):
+    """And then a signal while a body is still awaited: it is given its time, and no more."""
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    page = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^curl .*$", page, re.MULTILINE)
+    with served(run_dir, "--drain_seconds=1", "--body_seconds=100") as (server, address):
+        command = shlex.split(line.replace("http://127.0.0.1:8080", address))
+        # The run of this test has few positions.
+        command = [part.replace('"max_tokens": 40', '"max_tokens": 20') for part in command]
+        done = subprocess.run([curl, *command[1:]], capture_output=True, text=True, timeout=120)
+        events = [event for event in done.stdout.splitlines() if event]
+        assert done.returncode == 0 and events[-1] == "data: [DONE]", done
+        assert len(events) > 5 and all(event.startswith("data: {") for event in events[:-1])
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as slow:
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+                b"Content-Type: application/json\r\nExpect: 100-continue\r\n\r\n"
+            )
+            assert b" 100 " in slow.recv(4096), "the body is awaited"
+            server.send_signal(signal.SIGTERM)
+            start = time.monotonic()
+            assert b" 503 " in slow.recv(4096).splitlines()[0]
+            assert server.wait(60) == 0 and time.monotonic() - start < 30
+        log = server.stderr.read()
+        assert '"event":"stop"' in log and "Traceback" not in log
+
+
+def test_a_signal_as_soon_as_it_serves(run_dir):
+    with served(run_dir) as (server, _):
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+        assert '"event":"stop"' in server.stderr.read()
+
+
+def test_what_happens_around_the_start():
+    """It says that it serves when clients can connect; a signal that came before is not lost."""
+
+    async def app(scope, receive, send):
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    with serve.listen("127.0.0.1", 0) as listener:
+        connected = []
+
+        def connect():
+            with socket.create_connection(listener.getsockname(), timeout=10):
+                connected.append(True)
+
+        server = HttpServer(app, ServeConfig(), connect)
+        server.leave(signal.SIGTERM, None)
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive() and connected == [True]
 
 
 BAD = {
@@ -74,6 +152,7 @@ BAD = {
     "rows": ({"num_rows": 0}, "--num_rows=0 must be at least 1"),
     "port": ({"port": 70000}, "--port=70000"),
     "queue": ({"queue_size": 0, "num_rows": 1}, "never fit into"),
+    "connections": ({"max_connections": 0}, "--max_connections=0 must be at least 1"),
     "time": ({"request_seconds": 0.0}, "--request_seconds=0.0 must be above 0"),
     "host": ({"host": "256.1.1.1"}, "cannot listen on --host=256.1.1.1"),
 }
@@ -104,7 +183,14 @@ def test_a_hugging_face_folder_is_served(name, tmp_path):
     shutil.copytree(golden / name, folder)
     with pytest.raises(UserError, match="cannot read tokenizer"):
         load_model(ServeConfig(run=str(folder)), {})
-    (folder / "tokenizer.json").write_bytes(train_tokenizer(["some text"], 257))
+    tokenizer = train_tokenizer(["some text"], 257)
+    # GPT-2's own folders have a vocabulary and merges in place of it.
+    parts = json.loads(tokenizer)["model"]
+    (folder / "vocab.json").write_text(json.dumps(parts["vocab"]), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    assert not parts["merges"]
+    assert load_model(ServeConfig(run=str(folder)), {}).tokenizer.vocab_size == 257
+    (folder / "tokenizer.json").write_bytes(tokenizer)
     model = load_model(ServeConfig(run=str(folder)), {})
     assert model.name == "model" and model.card["layers"] == 2
     expected = load_file(golden / f"{name}.safetensors")
