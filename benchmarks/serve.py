@@ -35,14 +35,13 @@ QUICK_CLIENTS, QUICK_SECONDS, QUICK_MALFORMED = (60, 8, 300)
 
 def serve(port: int) -> None:
     """Serves the preset gpt_tiny with initial weights until it is killed."""
-    import uvicorn
-
     from data_pipeline.tokenizer import Tokenizer, train_tokenizer
     from tfbig import presets
     from tfbig.config import ParallelConfig
     from tfbig.serve_config import ServeConfig
     from tfbig.serving.app import Server
     from tfbig.serving.chat import ChatTemplate
+    from tfbig.serving.http_server import HttpServer
     from tfbig.serving.served_model import ServedModel
     from trainers.single import SingleTrainer
 
@@ -56,9 +55,10 @@ def serve(port: int) -> None:
     model.warm_up(ROWS)
     # Deadlines are not what is measured: a slow machine must not run into them.
     limits = ServeConfig(num_rows=ROWS, queue_size=64, body_seconds=2.0, request_seconds=600.0)
-    server = Server(model, limits)
+    server = HttpServer(Server(model, limits).app, limits)
     sys.stderr = open(os.devnull, "w")  # the access log, for the rest of its life
-    uvicorn.run(server.app, port=port, log_level="warning", access_log=False, lifespan="on")
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        server.run([listener])
 
 
 class ServerProcess:
@@ -104,11 +104,12 @@ class Answer:
     status: int  # 0: the connection was closed without an answer
     body: bytes
     first_seconds: float  # until the first event of a stream
+    retry_seconds: float = 0.0  # after which it says to come back
 
 
 def request(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
     """Returns a request's bytes."""
-    fields = {"Host": "x", "Connection": "close", "Content-Type": "application/json"}
+    fields = {"Host": "localhost", "Connection": "close", "Content-Type": "application/json"}
     fields |= {"Content-Length": str(len(body))} | headers
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
@@ -132,7 +133,9 @@ async def ask(port: int, data: bytes, timeout: float = 600.0) -> Answer:
         first = await asyncio.wait_for(reader.read(1 << 16), timeout)
         first_seconds = time.monotonic() - start
         rest = await asyncio.wait_for(reader.read(), timeout)
-        return Answer(int(head.split(b" ", 2)[1]), first + rest, first_seconds)
+        lines = dict(line.lower().partition(b": ")[::2] for line in head.split(b"\r\n"))
+        retry_seconds = float(lines.get(b"retry-after", 0))
+        return Answer(int(head.split(b" ", 2)[1]), first + rest, first_seconds, retry_seconds)
     except (asyncio.IncompleteReadError, ConnectionError):
         return Answer(0, b"", 0.0)
     finally:
@@ -177,7 +180,7 @@ async def load(server: ServerProcess, num_clients: int, seconds: float) -> None:
                 num_broken += not answer.body.rstrip().endswith(b"0")  # the last chunk
                 num_broken += b"[DONE]" not in answer.body
             else:
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(answer.retry_seconds or 1.0)
 
     async def memory() -> list[float]:
         seen = []

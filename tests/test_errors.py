@@ -277,7 +277,7 @@ GENERATE = {
     "texts": (["--run=RUN", "--num_texts=0"], "--num_texts=0 must be at least 1"),
     "logprobs": (["--run=RUN", "--logprobs=21"], "must be at least -1 and at most 20"),
     "bias": (["--run=RUN", "--logit_bias=a:1"], "--logit_bias=a:1 is no TOKEN:BIAS"),
-    "biased token": (["--run=RUN", "--logit_bias=99999:1"], "names no token: ids are below"),
+    "biased token": (["--run=RUN", "--logit_bias=99999:1"], "names no token: give an id below"),
     "bias of beams": (
         ["--run=RUN", "--num_beams=2", "--logit_bias=1:1"],
         "--logit_bias is not for beam search",

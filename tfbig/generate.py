@@ -143,7 +143,9 @@ def _bias(text: str) -> tuple[int, float]:
 def _check_biased(options: "SamplingOptions", vocab_size: int) -> None:
     for token in options.logit_bias:
         if not 0 <= token < vocab_size:
-            raise UserError(f"--logit_bias={token}:... names no token: ids are below {vocab_size}.")
+            raise UserError(
+                f"--logit_bias={token}:... names no token: give an id below {vocab_size}."
+            )
 
 
 def _prompts(config: GenerateConfig) -> list[str]:

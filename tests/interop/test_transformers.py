@@ -93,6 +93,54 @@ def test_greedy_ids_are_equal(title, tmp_path):
     trainer.close()
 
 
+BEAMS = {
+    "plain": {},
+    "long texts": {"length_penalty": 2.0},
+    "short texts": {"length_penalty": -1.0, "early_stopping": "never"},
+    "no repetition": {"no_repeat_ngram_size": 2},
+    "at least": {"min_tokens": 5, "early_stopping": True},
+}
+
+
+@pytest.mark.parametrize("title", BEAMS)
+def test_beam_search_finds_the_same_texts(title, tmp_path):
+    from tfbig.config import Config, ParallelConfig
+    from tfbig.generation.beam_search import BeamOptions, beam_search
+    from trainers.single import SingleTrainer
+
+    reference = reference_model(CONFIGURATIONS["neox"], seed=3)
+    reference.save_pretrained(tmp_path / "theirs")
+    folder = HuggingFaceFolder(tmp_path / "theirs")
+    trainer = SingleTrainer(Config(model=folder.model, parallel=ParallelConfig()))
+    trainer.build(training=False, vocab_size=CONFIGURATIONS["neox"]["vocab_size"])
+    trainer.load_state(folder, weights_only=True)
+    options = BeamOptions(num_beams=4, **BEAMS[title])
+    for seed in range(3):
+        prompt = some_tokens(320, 1, 7, seed)
+        ids = torch.tensor(prompt.astype(np.int64))
+        # A token that comes early in the greedy text ends texts: some beams end, others do not.
+        greedy = reference.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        end = int(greedy[0, -1])
+        theirs = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            num_beams=options.num_beams,
+            do_sample=False,
+            length_penalty=options.length_penalty,
+            no_repeat_ngram_size=options.no_repeat_ngram_size,
+            min_new_tokens=options.min_tokens,
+            early_stopping=options.early_stopping,
+            eos_token_id=end,
+            pad_token_id=end,
+        )[0, 7:].tolist()
+        best = beam_search(
+            trainer, prompt[0].tolist(), options, 12, frozenset({end}), folder.model.max_length
+        )[0]
+        assert list(best.tokens) == [token for token in theirs if token != end]
+    trainer.close()
+
+
 def test_several_files_are_loaded(tmp_path):
     reference = reference_model(CONFIGURATIONS["neox"])
     reference.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")

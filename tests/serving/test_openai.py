@@ -1,11 +1,13 @@
 """The official client against the server: both endpoints, streams, options, errors."""
 
+import dataclasses
 import math
 
 import openai
 import pytest
 
 from tests.serving.conftest import MAX_LENGTH, NAME, serving
+from tfbig.serving.chat import ChatTemplate
 
 ASKED = {"model": NAME, "prompt": "def main(", "max_tokens": 12, "seed": 5}
 
@@ -135,6 +137,22 @@ def test_chat(openai_client):
         model=NAME, messages=messages, extra_body={"ignore_eos": True}
     )
     assert longest.usage.total_tokens == MAX_LENGTH
+
+
+def test_the_tokenizer_s_own_template(model, tokenizer):
+    """From the messages to ids: its special tokens are tokens, and the answer follows them."""
+    source = "<|endoftext|>{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    served = dataclasses.replace(model, template=ChatTemplate(source))
+    with serving(served) as address:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client:
+            options = {"model": NAME, "seed": 2, "max_tokens": 9}
+            messages = [{"role": "user", "content": " def main("}]
+            chat = client.chat.completions.create(**options, messages=messages)
+            ids = [tokenizer.end_of_text_id, *tokenizer.encode("[user] def main(").tolist()]
+            whole = client.completions.create(**options, prompt=ids)
+            named = client.completions.create(**options, prompt="<|endoftext|>[user] def main(")
+    assert chat.choices[0].message.content == whole.choices[0].text
+    assert chat.usage.prompt_tokens == len(ids) < named.usage.prompt_tokens
 
 
 BAD = {

@@ -85,6 +85,16 @@ class Browser:
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", {**event, "type": kind, "modifiers": modifiers})
 
+    def click(self, name: str) -> None:
+        """Presses the mouse's button in the middle of an element that is seen."""
+        where = (
+            "const b = element('%s').getBoundingClientRect(); [b.x + b.width / 2, b.y + b.height"
+        )
+        x, y = self.run(f"{{{where % name} / 2]}}")
+        for kind in ("mousePressed", "mouseReleased"):
+            event = {"type": kind, "x": x, "y": y, "button": "left", "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", event)
+
     def text(self, name: str) -> str:
         return self.run(f"document.getElementById('{name}').textContent")
 
@@ -180,6 +190,13 @@ def test_stopping_and_errors(browser, model):
         wait_for(lambda: "stopped after" in browser.text("status"))
         wait_for(lambda: running(address) == 0)
         assert gauge(address, "tfbig_generation_tokens_total") < 120
+        # And by the button, as a mouse presses it.
+        browser.run("element('write').click()")
+        wait_for(lambda: browser.run("tokens.length") >= 3)
+        browser.click("stop")
+        wait_for(lambda: "stopped after" in browser.text("status"))
+        wait_for(lambda: running(address) == 0)
+        assert gauge(address, "tfbig_generation_tokens_total") < 240
         browser.run("element('max_tokens').value = 1000; element('write').click()")
         wait_for(lambda: "max_tokens must be from 1 to" in browser.text("status"))
         assert browser.run("element('status').className") == "error"
