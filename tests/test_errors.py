@@ -274,25 +274,6 @@ GENERATE = {
     "top_p": (["--run=RUN", "--top_p=0"], "--top_p=0.0 must be above 0"),
     "tokens": (["--run=RUN", "--max_tokens=0"], "--max_tokens=0 must be at least 1"),
     "seed": (["--run=RUN", "--sampling_seed=-1"], "--sampling_seed=-1 must be at least 0"),
-    "texts": (["--run=RUN", "--num_texts=0"], "--num_texts=0 must be at least 1"),
-    "logprobs": (["--run=RUN", "--logprobs=21"], "must be at least -1 and at most 20"),
-    "bias": (["--run=RUN", "--logit_bias=a:1"], "--logit_bias=a:1 is no TOKEN:BIAS"),
-    "biased token": (["--run=RUN", "--logit_bias=99999:1"], "names no token: give an id below"),
-    "bias of beams": (
-        ["--run=RUN", "--num_beams=2", "--logit_bias=1:1"],
-        "--logit_bias is not for beam search",
-    ),
-    "least tokens": (["--run=RUN", "--min_tokens=-1"], "--min_tokens=-1 must be at least 0"),
-    "few beams": (
-        ["--run=RUN", "--num_beams=2", "--num_texts=3"],
-        "--num_texts=3 is more than the --num_beams=2",
-    ),
-    "prompts": (["--run=RUN", "--prompts_file=nowhere"], "--prompts_file=nowhere cannot be read"),
-    "two kinds of prompts": (
-        ["--run=RUN", "--prompts_file=nowhere", "--prompt=a"],
-        "--prompt and --prompts_file are two",
-    ),
-    "long texts": (["--run=RUN", "--num_texts=2", "--max_tokens=9999"], "give at most"),
 }
 PREPARE = {
     "source": (["--source=nowhere/*.jsonl"], "nowhere"),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.distributed.launch import horovodrun
+from tests.error_line import line_of
 from tfbig import generate, train
 from tfbig.command_config import GenerateConfig
 from tfbig.errors import UserError
@@ -87,6 +88,35 @@ def test_what_beams_are_told(run_dir):
         _, beams = generate._options(config)
         told.append((beams.early_stopping, beams.min_tokens))
     assert told == [(False, 3), (True, 3), ("never", 3)]
+
+
+BAD = {
+    "texts": (["--num_texts=0"], "--num_texts=0 must be at least 1"),
+    "logprobs": (["--logprobs=21"], "must be at least -1 and at most 20"),
+    "bias": (["--logit_bias=a:1"], "--logit_bias=a:1 is no TOKEN:BIAS"),
+    "biased token": (["--logit_bias=99999:1"], "names no token: give an id below"),
+    "bias of beams": (
+        ["--num_beams=2", "--logit_bias=1:1"],
+        "--logit_bias is not for beam search",
+    ),
+    "least tokens": (["--min_tokens=-1"], "--min_tokens=-1 must be at least 0"),
+    "few beams": (
+        ["--num_beams=2", "--num_texts=3"],
+        "--num_texts=3 is more than the --num_beams=2",
+    ),
+    "prompts": (["--prompts_file=nowhere"], "--prompts_file=nowhere cannot be read"),
+    "two kinds of prompts": (
+        ["--prompts_file=nowhere", "--prompt=a"],
+        "--prompt and --prompts_file are two",
+    ),
+    "long texts": (["--num_texts=2", "--max_tokens=9999"], "give at most"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_flags(name, run_dir, capsys):
+    flags, words = BAD[name]
+    assert words in line_of(generate.main, [f"--run={run_dir}", *flags], capsys, "generate")
 
 
 @pytest.mark.distributed
