@@ -125,13 +125,10 @@ def _train(
     # Model, optimizer, state.
     trainer.build(True, len(data.sources), data.vocab_size)
     progress = start_from(keeper, reader, initial, trainer)
-
     notes = [*memory, *(f"checkpoint of {note}; an older one is used" for note in notes)]
     if trainer.rank == 0:
         world.announce(folder, trainer)
-    hooks, total_peak = _watch(config, trainer, folder, data, command, notes)
-    for hook in hooks:
-        held.callback(hook.close)
+    hooks, total_peak = _watch(config, trainer, folder, data, command, notes, held)
 
     # Steps.
     with (
@@ -177,6 +174,7 @@ def _watch(
     data: Any,
     command: Sequence[str],
     notes: Sequence[str],
+    held: contextlib.ExitStack,
 ) -> tuple[list[Any], float]:
     """Introduces the run; returns the hooks that record and check it, and all devices' peak."""
     from tfbig.hardware import peak_flops
@@ -191,6 +189,8 @@ def _watch(
         introduce(config, trainer, data, total_peak, peak_source, notes)
     if every := config.robustness.check_replicas_every:
         hooks.append(ReplicaHook(trainer, every))
+    for hook in hooks:
+        held.callback(hook.close)
     return hooks, total_peak
 
 
