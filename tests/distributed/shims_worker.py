@@ -48,7 +48,7 @@ def check_hvd() -> None:
     check_grouped(rank, size)
     check_exchanges(rank, size)
     check_facts(rank, size)
-    check_refusals(ones, size)
+    check_refused_calls(ones, size)
     check_objects(rank, size)
     check_variables(rank, size)
     check_gradients(rank, size)
@@ -58,7 +58,7 @@ def check_hvd() -> None:
         hvd.rank()
 
 
-def check_refusals(ones: tf.Tensor, size: int) -> None:
+def check_refused_calls(ones: tf.Tensor, size: int) -> None:
     for refused in (
         lambda: hvd.allreduce(ones, process_set=[0]),
         lambda: hvd.reducescatter(tf.zeros([size + 1])),
