@@ -6,7 +6,7 @@ import pytest
 from tests.distributed.parity import Saw, largest_error, loss_error, overall_error, run_cases
 
 TOLERANCE, ADAM_TOLERANCE = 1e-5, 1e-4
-STEPS = 6
+STEPS = 20
 SGD = {"optimizer": "sgd", "learning_rate": 0.1, "clip_norm": 0.5, "weight_decay": 0.01}
 TERMS = {"z_loss": 1e-3, "label_smoothing": 0.1}
 ADAMW = {
@@ -18,6 +18,9 @@ ADAMW = {
 }
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "embedding_dropout": 0.1}
 BLOCK, GROUP = ({"activation_checkpointing": mode} for mode in ("block", "group_2"))
+OFFLOADED_STATE, OFFLOADED_INPUTS = (
+    {f"offload_{what}": True} for what in ("optimizer_state", "activations")
+)
 VARIANTS = {
     "sgd": (SGD, {"tied_head": True}),
     "adamw": (ADAMW, {"tied_head": False}),
@@ -39,10 +42,16 @@ CASES = {
     "zero2_sgd": ("sgd", 2, ZERO2),
     "zero3_adamw": ("adamw", 2, {**ZERO3, "microbatches": 2}),
     "zero3_bfloat16": ("bfloat16", 2, {**ZERO3, **BLOCK}),
-    "zero1_sgd_4": ("sgd", 4, {**ZERO1, "offload_optimizer_state": True}),
-    "zero1_d2p2": ("sgd", 4, {**D2P2, **BLOCK}),
+    "zero1_sgd_4": ("sgd", 4, ZERO1),
+    "zero1_adamw_4": ("adamw", 4, {**ZERO1, **BLOCK, **OFFLOADED_STATE}),
+    "zero1_d2p2": ("sgd", 4, {**D2P2, **BLOCK, **OFFLOADED_INPUTS}),
+    "zero1_d2p2_bfloat16": ("bfloat16", 4, {**D2P2, **OFFLOADED_STATE}),
     "zero1_d2t2": ("adamw", 4, {**D2T2, **GROUP, "sequence_parallel": True}),
+    "zero1_d2t2_sgd": ("sgd", 4, D2T2),
+    "zero2_adamw_4": ("adamw", 4, {**ZERO2, **BLOCK, **OFFLOADED_INPUTS, "microbatches": 2}),
+    "zero2_d2t2": ("sgd", 4, {**D2T2, **BLOCK, "shard_gradients": True}),
     "zero3_sgd_4": ("sgd", 4, {**ZERO3, **GROUP}),
+    "zero3_adamw_4": ("adamw", 4, {**ZERO3, **OFFLOADED_STATE}),
     "zero3_d2t2": ("sgd", 4, {**D2T2, "shard_parameters": True, "sequence_parallel": True}),
 }
 BROKEN = {
@@ -55,6 +64,8 @@ RESUMED = {
     # name: (processes, fields, fields of the second trainer)
     "resumed_zero1": (2, ZERO1, {}),
     "resumed_zero3": (2, {**ZERO3, "precision": "bfloat16"}, {}),
+    "resumed_zero2": (4, {**ZERO2, **BLOCK}, {}),
+    "resumed_d2p2": (4, {**D2P2, **OFFLOADED_STATE}, {}),
     "moved_to_mesh": (4, ZERO2, {**D2T2, **BLOCK, "shard_parameters": True}),
 }
 
@@ -136,7 +147,7 @@ def saw(tmp_path_factory) -> dict[str, Saw]:
     """What rank 0 saw of each case; references by variant."""
     results = {}
     for world, cases in {1: reference_cases(), 2: sharded_cases(2), 4: sharded_cases(4)}.items():
-        results |= run_cases(tmp_path_factory.mktemp(f"world{world}"), world, cases, 1200)
+        results |= run_cases(tmp_path_factory.mktemp(f"world{world}"), world, cases, 1800)
     return results
 
 

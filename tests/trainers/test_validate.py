@@ -1,9 +1,13 @@
 """Sizes that don't fit together are refused with the arithmetic."""
 
+import itertools
+
 import pytest
 
 from tfbig.config import Config, replace_fields
 from tfbig.errors import UserError
+from tfbig.validation import problems
+from trainers import check_strategy
 from trainers.validate import check_data_parallel_only, check_mesh_fits, derive_microbatch_size
 
 SMALL = {"strategy": "pipeline", "num_layers": 4, "num_heads": 4, "embed_dim": 64}
@@ -68,3 +72,35 @@ def test_data_parallel_strategies_name_the_one_that_can(field):
     with pytest.raises(UserError, match=f"--{field}=2: use --strategy=pipeline"):
         check_data_parallel_only(config_with(strategy="horovod", **{field: 2}))
     check_data_parallel_only(config_with(strategy="horovod"))
+
+
+SHARDED = [
+    # (strategy, flag, pipeline degree, tensor degree)
+    *(("pipeline", "shard_optimizer_state", p, t) for p in (1, 2) for t in (1, 2)),
+    *(("pipeline", flag, 1, t) for flag in ("shard_gradients", "shard_parameters") for t in (1, 2)),
+    ("horovod", "shard_optimizer_state", 1, 1),
+    ("horovod", "shard_gradients", 1, 1),
+    ("horovod", "shard_parameters", 1, 1),
+]
+
+
+@pytest.mark.parametrize(("strategy", "flag", "pipeline_degree", "tensor_degree"), SHARDED)
+def test_sharding_is_never_refused(strategy, flag, pipeline_degree, tensor_degree):
+    options = itertools.product(
+        ("none", "block"), ("float32", "bfloat16", "float16"), (True, False), (1, 4)
+    )
+    for checkpointing, precision, tied, microbatches in options:
+        fields = {
+            "strategy": strategy,
+            flag: True,
+            "pipeline_parallel_degree": pipeline_degree,
+            "tensor_parallel_degree": tensor_degree,
+            "activation_checkpointing": checkpointing,
+            "precision": precision,
+            "tied_head": tied,
+            "microbatches": microbatches,
+            "global_batch": 16,
+        }
+        config = replace_fields(Config(), fields)
+        assert list(problems(config)) == [], fields
+        check_strategy(config)
