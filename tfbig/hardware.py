@@ -6,16 +6,7 @@ import time
 
 import tensorflow as tf
 
-# Dense bf16 and fp32 (TF32 where there is one) peaks in FLOP/s, from the makers' data sheets.
-_GPU_PEAKS = {
-    "H200": (989e12, 494e12),
-    "H100": (989e12, 494e12),
-    "A100": (312e12, 156e12),
-    "V100": (125e12, 15.7e12),
-    "L4": (121e12, 60e12),
-    "T4": (65e12, 8.1e12),
-    "A10": (125e12, 62e12),
-}
+from tfbig.gpu_peaks import data_sheet_peak
 
 
 def peak_flops(precision: str) -> tuple[float, str]:
@@ -30,10 +21,8 @@ def peak_flops(precision: str) -> tuple[float, str]:
     gpus = tf.config.get_visible_devices("GPU")
     for gpu in gpus:
         name = tf.config.experimental.get_device_details(gpu).get("device_name", "")
-        for model, (bfloat16, float32) in _GPU_PEAKS.items():
-            if model in name:
-                peak = float32 if precision == "float32" else bfloat16
-                return len(gpus) * peak, f"data sheet of {name}"
+        if peak := data_sheet_peak(name, precision):
+            return len(gpus) * peak, f"data sheet of {name}"
         return 0.0, f"unknown for {name}"
     return _measured_peak(tf.as_dtype(precision)), "measured matrix product"
 

@@ -43,7 +43,7 @@ def run(values: Mapping[str, Any]) -> int:
     if plan_config.check:
         from tfbig.planner.check import check_run
 
-        print(check_run(plan_config.check, plan_config.constants))
+        print(check_run(plan_config.check, plan_config.constants, values.get("cluster", "")))
         return 0
     request = request_of(values)
     if plan_config.chart:

@@ -236,16 +236,18 @@ def begin_record(
     """Writes what the run is into its folder, on rank 0, and returns the hooks that go on."""
     from tfbig.durable_file import write_atomic
     from tfbig.hooks import main_rank_hooks
+    from tfbig.planner.prediction import Machines
     from tfbig.planner.prediction_hook import PredictionHook
+    from tfbig.profiler.place import host_place
 
     layout = trainer.layout()
     folder.write_config(to_dict(config), command, layout and layout.record)
     # The run's own copy: its readers need nothing else of the data folder.
     write_atomic(folder.tokenizer_path, data.tokenizer_path.read_bytes())
     num_devices = max(trainer.size, trainer.num_replicas)
-    prediction = PredictionHook(
-        filled_up(config, trainer), num_devices, peak_source, Path(folder.path)
-    )
+    on_host = host_place().local_size * (num_devices // trainer.size)
+    machines = Machines(num_devices, peak_source, min(on_host, num_devices))
+    prediction = PredictionHook(filled_up(config, trainer), machines, Path(folder.path))
     return [*main_rank_hooks(config, folder), prediction]
 
 

@@ -8,7 +8,7 @@ from tfbig.errors import UserError
 from tfbig.planner import at_start
 from tfbig.planner.at_start import check_memory, free_host_bytes, request_at_start, shortfall
 from tfbig.planner.changes import cheapest_changes, difference
-from tfbig.planner.memory import Overhead, peak, predict_memory
+from tfbig.planner.memory import HOST_COPIES, Overhead, peak, predict_memory
 
 
 class Engine:
@@ -74,6 +74,19 @@ def test_a_bit_too_much_is_let_through_and_replicas_of_a_process_count(monkeypat
     monkeypatch.setattr(at_start, "free_host_bytes", lambda: int(1.5 * each))
     with pytest.raises(UserError, match="on its fullest rank"):
         check_memory(config, Engine(2, 1), device_bytes=0)
+
+
+def test_on_a_host_what_is_offloaded_stays_and_is_not_advised(monkeypatch):
+    moved = gpt2(shard_optimizer_state=True, offload_optimizer_state=True, sequence_length=64)
+    host = Overhead(copies=HOST_COPIES)
+    kept = replace_fields(moved, {"offload_optimizer_state": False})
+    more, less = (peak(predict_memory(one, 1, overhead=host)).total for one in (kept, moved))
+    monkeypatch.setattr(at_start, "free_host_bytes", lambda: int(more / 1.2))
+    assert less < more / 1.2
+    with pytest.raises(UserError, match="on its fullest rank") as refused:
+        check_memory(moved, Engine(1, 1), device_bytes=0)
+    assert "offload" not in str(refused.value)
+    check_memory(moved, Engine(1, 1), device_bytes=int(more / 1.2))
 
 
 def test_hopeless_cases_are_told_to_take_more_ranks():

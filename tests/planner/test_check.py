@@ -38,6 +38,7 @@ def test_a_run_is_compared_and_its_machine_recalibrated(small_flags, tmp_path, c
     assert "s a step" in line and "measured" in line and "GB" in line
     prediction = json.loads((tmp_path / "run" / "prediction.json").read_text())
     assert prediction["num_devices"] == 1 and prediction["step_seconds"] > 0
+    assert prediction["devices_per_node"] == 1
 
     text = check_run(str(tmp_path / "run"))
     assert "peak memory" in text and "written to" in text

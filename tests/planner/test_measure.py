@@ -1,6 +1,7 @@
 """Constants of a machine from what its steps took; the fit finds what made the numbers."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ from tfbig.planner.cluster import Device
 from tfbig.planner.layout import make_plan
 from tfbig.planner.measure import (
     ShapeModel,
+    _run,
     constants_of,
     fit_device,
     fit_overhead,
     least_squares,
+    together_of,
 )
 from tfbig.planner.measure_steps import SHAPES, config_of
 from tfbig.planner.memory import peak, predict_memory
@@ -40,7 +43,11 @@ def machine(matmul: float, bandwidth: float, kernel: float) -> dict:
         tensors = peak(predict_memory(config_of(shape, 1), 1)).total
         rows.append({**shape, "seconds": ShapeModel(shape).seconds(device)})
         rows[-1]["peak_bytes"] = 0.45e9 + 1.3 * tensors
-    return {"matrix_flops": 50e9, "stream_bytes": 10e9, "steps": rows}
+    return {
+        "matrix_flops": {"float32": 50e9, "bfloat16": 20e9},
+        "stream_bytes": 10e9,
+        "steps": rows,
+    }
 
 
 @pytest.mark.parametrize("truth", [(0.8, 0.5, 1e-5), (0.4, 0.9, 5e-5)])
@@ -80,5 +87,21 @@ def test_a_measured_machine_can_be_planned_for():
     two = make_plan(request_of(values | {"cluster": "here:2"}))
     assert two.step.data_exposed > 0
     assert two.request.cluster.device.memory_bytes == 8e9
-    with pytest.raises(UserError, match="has no bfloat16"):
-        make_plan(request_of(values | {"precision": "bfloat16"}))
+    half = make_plan(request_of(values | {"precision": "bfloat16"}))
+    assert half.step.compute > 1.5 * plan.step.compute  # products at 20 GFLOP/s, not 50
+    with pytest.raises(UserError, match="has no float16"):
+        make_plan(request_of(values | {"precision": "float16"}))
+
+
+def test_a_host_with_gpus_is_measured_without_them():
+    """The numbers are kept as a CPU's."""
+    program = "import json, os; print(json.dumps({'gpus': os.environ['CUDA_VISIBLE_DEVICES']}))"
+    assert _run([sys.executable, "-c", program]) == [{"gpus": "-1"}]
+
+
+def test_processes_beside_each_other_are_averaged_in_each_precision():
+    answers = [
+        {"matrix_flops": {"float32": x, "bfloat16": 2 * x}, "stream_bytes": x, "steps": []}
+        for x in (1.0, 3.0)
+    ]
+    assert together_of(answers)["matrix_flops"] == {"float32": 2.0, "bfloat16": 4.0}

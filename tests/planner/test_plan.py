@@ -133,7 +133,7 @@ def test_best_prints_a_command_that_train_accepts(capsys):
     text = capsys.readouterr().out
     assert "It wins over" in text and "of the step are passes" in text
     [command] = [line for line in text.splitlines() if "tfbig.train" in line]
-    assert command.startswith("horovodrun -np 16 -H HOST1:8,HOST2:8")
+    assert command.startswith("horovodrun -np 16 -H HOST1:8,HOST2:8 python")
     from tfbig.flags import Flags
     from tfbig.planner.question import run_sections
 
@@ -209,6 +209,14 @@ def test_microbatches_are_not_said_twice():
         ({"cluster": "a100-80:1", "strategy": "single"}, "python -m"),
         ({"cluster": "a100-80:8", "strategy": "mirrored"}, "python -m"),
         ({"cluster": "p4d.24xlarge:2", "strategy": "multi_worker"}, "srun --nodes=2"),
+        (
+            {"cluster": "a100-80:12", "global_batch": 12},
+            "horovodrun -np 12 -H HOST1:8,HOST2:4 python",
+        ),
+        (
+            {"cluster": "a100-80:128", "global_batch": 128},
+            "horovodrun -np 128 --hostfile=HOSTS python",
+        ),
         ({"cluster": "a100-80:8", "freeze": ("final_norm", "transformer_blocks/*/att/*")}, "hor"),
     ],
 )
@@ -291,7 +299,8 @@ def test_every_constant_has_a_source():
     for table in ("devices", "efficiencies"):
         for name, row in constants[table].items():
             assert row["source"], name
-    for table in ("network", "overhead", "prices", "carbon", "reliability", "storage"):
+    assert constants["storage"]["input_source"]
+    for table in ("network", "overhead", "host", "prices", "carbon", "reliability", "storage"):
         assert constants[table]["source"]
     for name, row in constants["instances"].items():
         assert row["price_date"] and row["device"] in constants["devices"], name

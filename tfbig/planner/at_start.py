@@ -12,8 +12,15 @@ from tfbig.errors import UserError
 from tfbig.planner.changes import advice
 from tfbig.planner.cluster import make_cluster
 from tfbig.planner.layout import Request
-from tfbig.planner.memory import HOST_COPIES, Overhead, RankMemory, peak, predict_memory
-from tfbig.planner.prediction import request_for
+from tfbig.planner.memory import (
+    HOST_COPIES,
+    MemoryOptions,
+    Overhead,
+    RankMemory,
+    peak,
+    predict_memory,
+)
+from tfbig.planner.prediction import Machines, request_for
 from tfbig.planner.question import own_constants
 from tfbig.planner.software import SOFTWARE
 from tfbig.profiler.cgroup_limits import find_limits, memory_file
@@ -58,9 +65,9 @@ def check_memory(
     there = MEGABYTE * trainer.agree(there // MEGABYTE, "min")
     # Replicas of one process share the host's memory, but each has a GPU of its own.
     copies = 1 if device_bytes else max(1, trainer.num_replicas // trainer.data_size)
-    ranks = predict_memory(config, trainer.num_replicas, overhead=overhead_of(device_bytes))
+    overhead = overhead_of(device_bytes)
+    ranks = predict_memory(config, trainer.num_replicas, options_of(config, overhead), overhead)
     if copies * peak(ranks).total > there * (1 + TOLERANCE):
-        overhead = overhead_of(device_bytes)
         raise UserError(
             shortfall(config, trainer.num_replicas, there / copies, overhead, peak_source)
         )
@@ -70,6 +77,12 @@ def check_memory(
 def overhead_of(device_bytes: int) -> Overhead:
     """Returns what communication takes; a process's own bytes are no longer there to take."""
     return Overhead(copies=0.0 if device_bytes else HOST_COPIES)
+
+
+def options_of(config: Config, overhead: Overhead) -> MemoryOptions:
+    """Returns what the run does to need less of the memory that its tensors lie in."""
+    options = MemoryOptions.of(config)
+    return options.on_host() if overhead.copies else options
 
 
 def line(place: int, rank: RankMemory, there: float) -> str:
@@ -99,7 +112,8 @@ def shortfall(
       peak_source: how tfbig/hardware.py names the device.
     """
     overhead = overhead or Overhead()
-    needed = peak(predict_memory(config, data_size, overhead=overhead)).total
+    options = options_of(config, overhead)
+    needed = peak(predict_memory(config, data_size, options, overhead)).total
     request, is_known = request_at_start(config, data_size, there, overhead, peak_source)
     return (
         f"--strategy={config.parallel.strategy} would take {needed / 1e9:,.1f} GB on its fullest"
@@ -117,7 +131,7 @@ def request_at_start(
     parallel = config.parallel
     num_devices = data_size * parallel.pipeline_parallel_degree * parallel.tensor_parallel_degree
     try:
-        request, is_known = request_for(config, num_devices, peak_source), True
+        request, is_known = request_for(config, Machines(num_devices, peak_source)), True
     except UserError:
         constants = own_constants()
         cluster = make_cluster(f"{STAND_IN}:{num_devices}", constants)
@@ -130,6 +144,8 @@ def request_at_start(
         "transport_copies": overhead.copies,
     }
     device = dataclasses.replace(request.cluster.device, memory_bytes=there)
+    if overhead.copies:  # tensors lie in host memory: there is nowhere to move them
+        device = dataclasses.replace(device, host_bandwidth=0.0)
     cluster = dataclasses.replace(
         request.cluster, device=device, overhead={**request.cluster.overhead, **own}
     )

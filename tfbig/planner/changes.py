@@ -8,11 +8,11 @@ from typing import Any
 
 from tfbig.errors import UserError
 from tfbig.planner.layout import Plan, Request, check_layout, make_plan, sharding_flags
-from tfbig.planner.search import roughly
+from tfbig.planner.search import RoughTimes, roughly
 from trainers import check_strategy
 
 Fields = Mapping[str, Any]  # of a config
-_TRIED = 24  # of many that fit by the closed formula, the first so many are planned in full
+_TRIED = 24  # of those that fit by the closed formula, so many of the fastest are planned in full
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ def edits(request: Request) -> Iterator[Fields]:
         yield from map(sharding_flags, levels)
     if parallel.activation_checkpointing == "none":
         yield from ({"activation_checkpointing": kind} for kind in ("attention", "block"))
-    if parallel.sharding_level and not parallel.offload_optimizer_state:
+    can_move = parallel.sharding_level and request.cluster.device.host_bandwidth
+    if can_move and not parallel.offload_optimizer_state:
         yield {"offload_optimizer_state": True}
     if parallel.attention == "plain" and request.software.attention == "own":
         yield {"attention": "blockwise"}
@@ -76,24 +77,35 @@ def cheapest_changes(request: Request, count: int = 3) -> list[Change]:
       request: a layout that doesn't fit.
       count: how many to return at most.
     """
-    single, device = list(edits(request)), request.cluster.device
+    single, rough = list(edits(request)), RoughTimes(request)
     found: list[tuple[frozenset[int], Change]] = []
     for size in (1, 2, 3):
-        tried = 0
-        for chosen in itertools.combinations(range(len(single)), size):
-            # What fits with fewer changes is no news with more.
-            if any(known <= set(chosen) for known, _ in found) or tried == _TRIED:
-                continue
-            changed = _apply(request, [single[index] for index in chosen])
-            if changed is None or roughly(changed) > 1.1 * device.memory_bytes:
-                continue
-            tried += 1
+        known = [chosen for chosen, _ in found]
+        ranked = sorted(_fitting(request, single, size, known, rough), key=lambda row: row[0])
+        for _, chosen, changed in ranked[:_TRIED]:
             plan = make_plan(changed, check=False)
             if plan.fits:
-                found.append((frozenset(chosen), Change(difference(request, changed), plan)))
+                found.append((chosen, Change(difference(request, changed), plan)))
         if len(found) >= count:
             break
     return sorted((change for _, change in found), key=lambda c: c.plan.step.total)[:count]
+
+
+def _fitting(
+    request: Request,
+    single: Sequence[Fields],
+    size: int,
+    known: Sequence[frozenset[int]],
+    rough: RoughTimes,
+) -> Iterator[tuple[float, frozenset[int], Request]]:
+    """Yields (rough seconds, which changes, the layout) of so many changes that roughly fit."""
+    capacity = request.cluster.device.memory_bytes
+    for chosen in map(frozenset, itertools.combinations(range(len(single)), size)):
+        if any(fewer <= chosen for fewer in known):
+            continue  # what fits with fewer changes is no news with more
+        changed = _apply(request, [single[index] for index in sorted(chosen)])
+        if changed is not None and roughly(changed) <= 1.1 * capacity:
+            yield rough.seconds(changed), chosen, changed
 
 
 def _apply(request: Request, chosen: Sequence[Fields]) -> Request | None:
@@ -143,8 +155,15 @@ def advice(request: Request, with_seconds: bool = True) -> str:
 
 def shortfall(plan: Plan) -> str:
     """Returns one line: what a layout needs, what there is, and what would make it fit."""
-    device = plan.request.cluster.device
-    missing = plan.peak_bytes - device.memory_bytes
+    cluster = plan.request.cluster
+    device, missing = cluster.device, plan.peak_bytes - cluster.device.memory_bytes
+    if missing <= 0:  # so it is the host's that is short
+        return (
+            f"it offloads {plan.host_bytes / 1e9:,.1f} GB into one node's memory, and a node of"
+            f" {cluster.name} has {cluster.host_memory_bytes / 1e9:,.1f} GB:"
+            f" {(plan.host_bytes - cluster.host_memory_bytes) / 1e9:,.1f} GB short."
+            f" {advice(plan.request)}"
+        )
     return (
         f"it needs {plan.peak_bytes / 1e9:,.1f} GB on its fullest rank, and {device.name} has"
         f" {device.memory_bytes / 1e9:,.1f} GB: {missing / 1e9:,.1f} GB short."

@@ -16,7 +16,7 @@ from tfbig.planner.software import Software
 from trainers.activations import COMPUTE_BYTES, group_size
 from trainers.partition import Stage
 from trainers.pipeline_schedule import bubble_fraction
-from trainers.state_bytes import rank_counts
+from trainers.state_bytes import rank_counts, stage_counts
 from trainers.validate import num_chunks
 
 Lines = tuple[Line, Line, Line]  # of the data axis, the tensor axis, and a pair of pipeline ranks
@@ -89,21 +89,28 @@ def rough_seconds(
     each = block.forward + block.backward + block.again + (6 if again else 4) * one
     ends = embedding.forward + embedding.backward + head.forward + head.backward
     # The partition evens out embedding and head, but blocks are whole.
-    stage = max(
-        (model.num_layers * each + ends) / ranks, math.ceil(model.num_layers / ranks) * each
-    )
+    largest = math.ceil(model.num_layers / (ranks * chunks))
+    stage = max((model.num_layers * each + ends) / ranks, chunks * largest * each)
     sent = 0.0
     if ranks > 1 and not software.overlaps_pipeline:
         size = float(elements * element)
         if parallel.sequence_parallel or software.scatters_hidden:
             size /= tensor.size
         sent = 2 * chunks * (pair.latency + size / pair.bandwidth)
-    passes = m * (stage + sent) / (1 - bubble_fraction(ranks, m, chunks))
-    parameters = (
-        model.num_layers / ranks * 12 * model.embed_dim**2
-        + 2 * model.vocab_size * model.embed_dim / max(2, ranks)
-    ) / tensor.size
+    # Interleaving fills its last group of p microbatches with ones that don't exist.
+    steps = m if chunks == 1 else math.ceil(m / ranks) * ranks
+    passes = steps * (stage + sent) / (1 - bubble_fraction(ranks, steps, chunks))
+    parameters = _trained(config) / ranks
     return passes + _state_seconds(parameters, passes, config, cluster, options, software, data)
+
+
+def _trained(config: Config) -> int:
+    """Returns the trained parameters of a tensor rank in all stages, a tied table in both ends."""
+    last = config.model.num_layers
+    if config.parallel.pipeline_parallel_degree == 1:
+        return stage_counts(config, (0, last), True, True).trained
+    halves = ((0, last // 2), True, False), ((last // 2, last), False, True)
+    return sum(stage_counts(config, *half).trained for half in halves)
 
 
 def _state_seconds(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ class Cluster:
       price_date: of the price.
       name: what was asked for.
       overhead: of a process: context_bytes, communicator_bytes, allocator_fraction.
+      host_memory_bytes: of a node, beside its devices' own.
+      input_bandwidth: bytes/s at which a node reads batches.
     """
 
     device: Device
@@ -92,6 +95,8 @@ class Cluster:
     price_date: str
     name: str
     overhead: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    host_memory_bytes: float = math.inf
+    input_bandwidth: float = math.inf
 
     @property
     def num_nodes(self) -> int:
@@ -171,14 +176,24 @@ def make_device(constants: Mapping[str, Any], name: str) -> Device:
     )
 
 
-def _here(constants: Mapping[str, Any], count: int) -> str:
+def _here(constants: Mapping[str, Any], count: int) -> Device:
     """Returns the device that is this machine's share of `count` processes."""
-    threads = max(1, len(os.sched_getaffinity(0)) // count)
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // count)
     names = [name for name in constants["devices"] if name.startswith("here-")]
     measured = sorted(int(name.partition("-")[2]) for name in names)
     if not measured:
         raise UserError("--cluster=here: this machine is not measured yet: `tfbig plan --measure`.")
-    return f"here-{max([n for n in measured if n <= threads] or measured[:1])}"
+    most = max([n for n in measured if n <= threads] or measured[:1])
+    device = make_device(constants, f"here-{most}")
+    # More processes than were measured beside each other take turns on the cores.
+    turn = min(1.0, cores / (count * most))
+    return dataclasses.replace(
+        device,
+        peak={precision: peak * turn for precision, peak in device.peak.items()},
+        memory_bandwidth=device.memory_bandwidth * turn,
+        kernel_seconds=device.kernel_seconds / turn,
+    )
 
 
 # A device's own draw, whatever it computes: leakage and idle memory.
@@ -197,6 +212,21 @@ def _capped(row: Mapping[str, Any]) -> dict[str, float]:
     return {precision: peak * dynamic**0.5 for precision, peak in row["peak"].items()}
 
 
+def _device_of(text: str, name: str, constants: Mapping[str, Any]) -> str:
+    """Returns the device that an instance has, or that a device's own name is.
+
+    Raises:
+      UserError: there is neither.
+    """
+    instances, devices = constants["instances"], constants["devices"]
+    if name not in instances and name not in devices:
+        raise UserError(
+            f"--cluster={text}: {name!r} is not known.{near_matches(name, [*instances, *devices])}"
+            f" Instances: {', '.join(instances)}; devices: {', '.join(devices)}."
+        )
+    return instances[name]["device"] if name in instances else name
+
+
 def make_cluster(
     text: str, constants: Mapping[str, Any], devices_per_node: int = 0, network_gbps: float = 0.0
 ) -> Cluster:
@@ -205,7 +235,8 @@ def make_cluster(
     Args:
       text: `instance:nodes`, such as p4d.24xlarge:240, or `device:devices`, such as a100-80:1024.
       constants: of `load_constants`.
-      devices_per_node: 0 means the instance's, and 8 for a device.
+      devices_per_node: 0 means the instance's, and 8 for a device; `here` is one node unless this
+        says otherwise.
       network_gbps: of a node, gigabits/s one way; 0 means the instance's or the device's own.
 
     Raises:
@@ -218,28 +249,31 @@ def make_cluster(
             " device:devices, such as a100-80:1024."
         )
     count, instances, devices = int(count_text), constants["instances"], constants["devices"]
-    name = _here(constants, count) if name == "here" else name
+    if name == "here":
+        device = _here(constants, min(count, devices_per_node or count))
+        name = device.name
+    else:
+        device = make_device(constants, _device_of(text, name, constants))
     if name in instances:
         row = instances[name]
         per_node, price, date = row["devices"], row["dollars_per_hour"], row["price_date"]
-        device, num_devices = make_device(constants, row["device"]), count * per_node
-        bandwidth = row["network_gbps"] * 1e9 / 8
+        num_devices, bandwidth = count * per_node, row["network_gbps"] * 1e9 / 8
         if devices_per_node not in (0, per_node):
             raise UserError(f"--devices_per_node={devices_per_node}: {name} has {per_node}.")
-    elif name in devices:
+    else:
         row = devices[name]
-        device, num_devices = make_device(constants, name), count
-        per_node = devices_per_node or row.get("devices_per_node", 8)
+        num_devices, per_node = count, devices_per_node or row.get("devices_per_node", 8)
         each = constants["prices"]["generic_dollars_per_device_hour"].get(name, 0.0)
         price, date, bandwidth = each * per_node, "2026-01", row["network_bandwidth_per_node"]
         if name.startswith("here"):  # processes share the machine's memory
-            device = dataclasses.replace(device, memory_bytes=device.memory_bytes / count)
-    else:
-        raise UserError(
-            f"--cluster={text}: {name!r} is not known.{near_matches(name, [*instances, *devices])}"
-            f" Instances: {', '.join(instances)}; devices: {', '.join(devices)}."
-        )
-    network = constants["network"] | row.get("network", {})
+            shared = device.memory_bytes / min(count, per_node)
+            device = dataclasses.replace(device, memory_bytes=shared)
+    # What was measured of the device holds in any instance that has it.
+    rows = (devices[device.name], row)
+    network, overhead = (
+        functools.reduce(lambda a, b: a | b.get(table, {}), rows, constants[table])
+        for table in ("network", "overhead")
+    )
     return Cluster(
         device=device,
         num_devices=num_devices,
@@ -252,5 +286,7 @@ def make_cluster(
         dollars_per_node_hour=price,
         price_date=date,
         name=text,
-        overhead=constants["overhead"] | row.get("overhead", {}),
+        overhead=overhead,
+        host_memory_bytes=row.get("host_memory_bytes", math.inf),
+        input_bandwidth=constants["storage"]["input_bytes_per_second_per_node"],
     )

@@ -1,5 +1,7 @@
 """Days, dollars, energy and carbon of a run, and what failures cost it. TensorFlow-free."""
 
+import collections
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +10,9 @@ from typing import Any
 from tfbig.config import Config
 from tfbig.planner.cluster import Cluster
 from tfbig.planner.flops import tokens_per_step
-from tfbig.variables import checkpoint_bytes
+from tfbig.variables import checkpoint_bytes, num_trained_parameters
+from trainers.mesh import Mesh, placement_order
+from trainers.state_bytes import own_state
 
 _DAY = 86_400.0
 
@@ -70,13 +74,10 @@ def economics(
     )
     steps = tokens / tokens_per_step(config)
     ideal = steps * step_seconds
-    parallel = config.parallel
-    # One replica's ranks write; they fill so many nodes.
-    ranks = parallel.pipeline_parallel_degree * parallel.tensor_parallel_degree
-    writers = max(1, min(cluster.num_nodes, ranks // cluster.devices_per_node))
     size = checkpoint_bytes(config)
-    write = size / writers / storage["write_bytes_per_second_per_node"]
-    read = size / writers / storage["read_bytes_per_second_per_node"]
+    of_one_node = size * fullest_share(config, cluster)
+    write = of_one_node / storage["write_bytes_per_second_per_node"]
+    read = of_one_node / storage["read_bytes_per_second_per_node"]
     rate = reliability["failures_per_device_day"] * cluster.num_devices / _DAY  # a second
     interval = math.sqrt(2 * write / rate) if rate else ideal
     interval = max(step_seconds, min(interval, ideal))
@@ -101,3 +102,38 @@ def economics(
         megawatt_hours=megawatt_hours,
         tonnes_co2e=megawatt_hours * carbon["kg_co2e_per_kwh"],
     )
+
+
+def fullest_share(config: Config, cluster: Cluster) -> float:
+    """Returns the share of a checkpoint that the busiest node writes; stages are taken as equal.
+
+    What ZeRO shards, every data rank writes its part of; of the rest, one replica's ranks all.
+    """
+    parallel = config.parallel
+    stages, tensor = parallel.pipeline_parallel_degree, parallel.tensor_parallel_degree
+    data = max(1, cluster.num_devices // (stages * tensor))
+    sizes = {"data": data, "pipeline": stages, "tensor": tensor}
+    mesh = Mesh(sizes, placement_order(parallel.placement_strategy))
+    busiest = []
+    for writers in (1, data):  # ranks of the data axis that write
+        places = itertools.product(range(writers), range(stages), range(tensor))
+        nodes = collections.Counter(
+            mesh.rank_at(data=d, pipeline=p, tensor=t) // cluster.devices_per_node
+            for d, p, t in places
+        )
+        busiest.append(max(nodes.values()) / nodes.total())
+    sharded = _sharded_share(config)
+    # The busiest node of both kinds, which are often one: rank 0's.
+    return (1 - sharded) * busiest[0] + sharded * busiest[1]
+
+
+def _sharded_share(config: Config) -> float:
+    """Returns the share of a checkpoint that lies in the data ranks' shards."""
+    level = config.parallel.sharding_level
+    if not level:
+        return 0.0
+    slots = own_state(config, 0).optimizer  # as in a checkpoint: no master copy
+    # Exact weights are with the slots where variables are narrower, and at level 3.
+    weights = 4 if level == 3 or own_state(config, level).optimizer > slots else 0
+    trained = num_trained_parameters(config.model, config.optimizer.freeze)
+    return trained * (slots + weights) / checkpoint_bytes(config)

@@ -1,6 +1,8 @@
 """One layout, checked by the code that trains, and everything predicted of it. TF-free."""
 
+import collections
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,7 @@ from tfbig.planner.economics import Economics, economics
 from tfbig.planner.flops import conventions, tokens_per_step
 from tfbig.planner.memory import MemoryOptions, RankMemory, peak, predict_memory
 from tfbig.planner.software import Software
-from tfbig.planner.step_time import StepModel, StepTime
+from tfbig.planner.step_time import StepModel, StepTime, mesh_of
 from tfbig.schedule import batch_sizes
 from tfbig.validation import validate
 from trainers import REACH, check_strategy
@@ -54,7 +56,8 @@ class Request:
     @property
     def options(self) -> MemoryOptions:
         """What the run does to need less memory, with its program's kernels and numbers."""
-        return self.software.memory_options(self.config)
+        options = self.software.memory_options(self.config)
+        return options if self.cluster.device.host_bandwidth else options.on_host()
 
     def with_fields(self, **values: object) -> "Request":
         """Returns the request with other fields of its config."""
@@ -92,9 +95,31 @@ class Plan:
         return peak(self.memory).total
 
     @property
+    def host_bytes(self) -> float:
+        """What offloading puts into the memory of the node that gets most of it."""
+        if not any(rank.host for rank in self.memory):
+            return 0.0
+        cluster = self.request.cluster
+        mesh = mesh_of(self.request.config, cluster.num_devices, self.request.software)
+        nodes = collections.Counter[int]()
+        for rank in range(mesh.size):
+            place = mesh.coordinates(rank)["pipeline"]
+            nodes[rank // cluster.devices_per_node] += math.ceil(self.memory[place].host)
+        return float(max(nodes.values()))
+
+    @property
     def fits(self) -> bool:
-        """Whether every rank's memory suffices."""
-        return self.peak_bytes <= self.request.cluster.device.memory_bytes
+        """Whether every rank's memory suffices, and every node's for what is offloaded."""
+        cluster = self.request.cluster
+        is_enough = self.peak_bytes <= cluster.device.memory_bytes
+        return is_enough and self.host_bytes <= cluster.host_memory_bytes
+
+    def step_of(self, place: int) -> StepTime:
+        """Returns a pipeline rank's own parts of the step."""
+        request = self.request
+        return StepModel(
+            request.config, request.cluster, request.options, request.software, self.partition
+        ).predict(place)
 
     @property
     def tokens_per_second(self) -> float:

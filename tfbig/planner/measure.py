@@ -122,8 +122,12 @@ def together_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     rows = zip(*(answer["steps"] for answer in answers), strict=True)
     steps = [{**row[0], "seconds": mean([one["seconds"] for one in row])} for row in rows]
-    names = ("matrix_flops", "stream_bytes")
-    return {name: mean([a[name] for a in answers]) for name in names} | {"steps": steps}
+    flops = {
+        precision: mean([answer["matrix_flops"][precision] for answer in answers])
+        for precision in answers[0]["matrix_flops"]
+    }
+    streamed = mean([answer["stream_bytes"] for answer in answers])
+    return {"matrix_flops": flops, "stream_bytes": streamed, "steps": steps}
 
 
 def _worker(
@@ -161,7 +165,8 @@ def _horovodrun() -> str:
 
 def _run(command: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the JSON objects that a command prints, one a line."""
-    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    # These are a CPU's constants: on a host with GPUs, too.
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     try:
         done = subprocess.run(
             list(command), capture_output=True, text=True, timeout=_PATIENCE, env=environment
@@ -197,7 +202,7 @@ def constants_of(
         name = f"here-{threads}"
         device, error = fit_device(saw)
         devices[name] = {
-            "peak": {"float32": saw["matrix_flops"]},
+            "peak": dict(saw["matrix_flops"]),
             "memory_bytes": memory_bytes,
             "memory_bandwidth": saw["stream_bytes"],
             "link_bandwidth": link["bandwidth"],
@@ -250,14 +255,14 @@ def fit_device(saw: Mapping[str, Any]) -> tuple[Device, float]:
     """Returns the device whose predictions are nearest, and their mean error.
 
     Args:
-      saw: matrix_flops, stream_bytes and steps of one process.
+      saw: matrix_flops by precision, stream_bytes and steps of one process.
     """
 
     def device(values: Sequence[float]) -> Device:
         matmul, bandwidth, kernel = values
         return Device(
             name="here",
-            peak={"float32": saw["matrix_flops"]},
+            peak=saw["matrix_flops"],
             memory_bytes=1e9,
             memory_bandwidth=saw["stream_bytes"],
             link_bandwidth=1e9,

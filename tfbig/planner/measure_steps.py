@@ -55,6 +55,7 @@ MEMORY_SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
 # Of two processes: their memory beyond a lone one's is communication's own.
 PAIR_SHAPE = MEMORY_SHAPES[0]
 STEPS = 5
+PRECISIONS = ("float32", "bfloat16")
 
 
 def make_batch(config: Any, rows: int) -> dict[str, Any]:
@@ -112,11 +113,11 @@ def run_steps(config: Any, steps: int = STEPS) -> dict[str, Any]:
     return saw
 
 
-def matrix_flops(size: int = 1024, repeats: int = 8) -> float:
-    """Returns the FLOP/s of the best of a few large products in float32."""
+def matrix_flops(precision: str, size: int = 1024, repeats: int = 8) -> float:
+    """Returns the FLOP/s of the best of a few large products in a precision."""
     import tensorflow as tf
 
-    left = tf.random.stateless_normal([size, size], [1, 2])
+    left = tf.cast(tf.random.stateless_normal([size, size], [1, 2]), precision)
     product = tf.function(lambda a, b: tf.reduce_max(tf.matmul(a, b)), autograph=False)
     product(left, left)
     best = float("inf")
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str]) -> None:
     answer = {
         "num_threads": num_threads,
         "imported_bytes": base,
-        "matrix_flops": matrix_flops() if with_machine else 0.0,
+        "matrix_flops": {p: matrix_flops(p) for p in PRECISIONS} if with_machine else {},
         "stream_bytes": stream_bytes() if with_machine else 0.0,
         "steps": rows,
     }

@@ -5,6 +5,7 @@ Sharded state follows ZeRO (arXiv 1910.02054): optimizer state over the data axi
 gradients from 2, weights from 3.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,6 +92,10 @@ class MemoryOptions:
             offload_optimizer_state=parallel.offload_optimizer_state,
             layers_loaded=max(1, parallel.activation_loading_horizon),
         )
+
+    def on_host(self) -> "MemoryOptions":
+        """Returns the options where tensors lie in host memory: what is offloaded stays in it."""
+        return dataclasses.replace(self, offload_activations=False, offload_optimizer_state=False)
 
 
 @dataclass(frozen=True)

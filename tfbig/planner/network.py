@@ -6,12 +6,13 @@ share a node's network cards evenly; latency grows with the ranks in a node and,
 logarithm of the nodes.
 """
 
-import itertools
+import collections
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfbig.planner.cluster import Cluster
-from trainers.mesh import Mesh
+from trainers.mesh import AXES, Mesh
 
 
 @dataclass(frozen=True)
@@ -42,42 +43,69 @@ class Line:
 
 
 def line_of(cluster: Cluster, mesh: Mesh, axis: str) -> Line:
-    """Returns the line of rank 0 along an axis."""
-    return line_between(cluster, mesh.line(axis, 0))
+    """Returns the slowest of an axis' lines, for which all others wait; all talk at once."""
+    size, stride, per_node = mesh.sizes[axis], stride_of(mesh, axis), cluster.devices_per_node
+    places = [
+        collections.Counter(r // per_node for r in range(begin, begin + size * stride, stride))
+        for first in range(0, mesh.size, size * stride)
+        for begin in range(first, first + stride)
+    ]
+    # Of lines that cross nodes, those that meet on one share its network cards.
+    crossing = collections.Counter(node for line in places if len(line) > 1 for node in line)
+    shapes = {
+        (tuple(line.values()), max((crossing[node] for node in line), default=0)) for line in places
+    }
+    lines = (_line(cluster, on_node, sharing) for on_node, sharing in shapes)
+    return min(lines, key=lambda line: (line.bandwidth, -line.latency))
 
 
-def line_between(cluster: Cluster, ranks: tuple[int, ...]) -> Line:
-    """Returns the line of the given ranks; all groups of their kind talk at the same time."""
-    per_node = cluster.devices_per_node
-    nodes = len({rank // per_node for rank in ranks})
-    here = len(ranks) / nodes
+def stride_of(mesh: Mesh, axis: str) -> int:
+    """Returns how far apart neighbours along an axis are, in ranks."""
+    order = [AXES[letter] for letter in mesh.order]
+    return math.prod(mesh.sizes[name] for name in order[order.index(axis) + 1 :])
+
+
+def _line(cluster: Cluster, on_node: Sequence[int], sharing: int) -> Line:
+    """Returns the line of so many ranks on each node; so many lines share a node's cards."""
+    size, nodes = sum(on_node), len(on_node)
     bandwidth = cluster.device.link_bandwidth * cluster.link_fraction
-    latency = max(0.0, here - 1) * cluster.link_latency
+    latency = (max(on_node) - 1) * cluster.link_latency
     if nodes > 1:
-        share = here / min(per_node, cluster.num_devices)
-        network = cluster.network_bandwidth * cluster.network_fraction * share
+        network = cluster.network_bandwidth * cluster.network_fraction / sharing
         bandwidth = min(bandwidth, network)
         latency += math.ceil(math.log2(nodes)) * cluster.network_latency
-    return Line(len(ranks), nodes, bandwidth, latency)
+    return Line(size, nodes, bandwidth, latency)
+
+
+def ends_of_pipelines(cluster: Cluster, mesh: Mesh) -> Line:
+    """Returns the slowest pair of a pipeline's first and last rank; all pairs talk at once."""
+    size, stride = mesh.sizes["pipeline"], stride_of(mesh, "pipeline")
+    per_node = cluster.devices_per_node
+    pairs = (
+        (begin // per_node, (begin + (size - 1) * stride) // per_node)
+        for first in range(0, mesh.size, size * stride)
+        for begin in range(first, first + stride)
+    )
+    if all(here == there for here, there in pairs):
+        return _line(cluster, (2,), 0)
+    # As if all ranks of a node talked: what else is in a node waits for its own sums meanwhile.
+    return _line(cluster, (1, 1), min(per_node, cluster.num_devices))
 
 
 def neighbours(cluster: Cluster, mesh: Mesh) -> Line:
     """Returns the slowest pair of consecutive pipeline ranks, as others of the line talk too."""
-    line = mesh.line("pipeline", 0)
-    pairs = [line_between(cluster, pair) for pair in itertools.pairwise(line)]
-    if not pairs:
-        return Line(1, 1, math.inf, 0.0)
-    slowest = min(pairs, key=lambda pair: pair.bandwidth)
-    if slowest.nodes == 1:
-        return slowest
-    # Of a node's ranks, those that face another node share its cards.
-    per_node = min(cluster.devices_per_node, cluster.num_devices)
-    crossing = sum(
-        1
-        for rank in range(per_node)
-        if (place := mesh.coordinates(rank))["pipeline"] + 1 < mesh.sizes["pipeline"]
-        and mesh.rank_at(**place | {"pipeline": place["pipeline"] + 1}) // per_node > 0
-    )
-    network = cluster.network_bandwidth * cluster.network_fraction / max(1, crossing)
+    size, stride = mesh.sizes["pipeline"], stride_of(mesh, "pipeline")
     link = cluster.device.link_bandwidth * cluster.link_fraction
+    if size == 1:
+        return Line(1, 1, math.inf, 0.0)
+    # Of a node's ranks, those that face another node share its cards.
+    per_node = cluster.devices_per_node
+    facing = collections.Counter(
+        rank // per_node
+        for rank in range(mesh.size)
+        if rank // stride % size + 1 < size and rank // per_node != (rank + stride) // per_node
+    )
+    if not facing:
+        return Line(2, 1, link, cluster.link_latency)
+    network = cluster.network_bandwidth * cluster.network_fraction / max(facing.values())
     return Line(2, 2, min(link, network), cluster.network_latency)

@@ -17,6 +17,7 @@ from tfbig.planner.memory import peak, predict_memory
 from tfbig.planner.question import own_constants
 from tfbig.planner.report import to_dict
 from tfbig.planner.software import SOFTWARE
+from trainers import REACH
 
 PREDICTION_FILE = "prediction.json"
 FIRST_STEPS = 3  # of a process: tracing and warm caches
@@ -89,40 +90,84 @@ def device_name(text: str, constants: Mapping[str, Any]) -> str:
     return wanted if wanted in names else (names[-1] if names else "")
 
 
-def request_for(
-    config: Config, num_devices: int, peak_source: str, constants_file: str = ""
-) -> Request:
+@dataclass(frozen=True)
+class Machines:
+    """What a run stands on.
+
+    Args:
+      num_devices: that it runs on.
+      peak_source: how tfbig/hardware.py names the device.
+      devices_per_node: that share a host; 0 means the usual number.
+      cluster: as --cluster names them; "" means that the others say enough.
+    """
+
+    num_devices: int
+    peak_source: str = ""
+    devices_per_node: int = 0
+    cluster: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """Returns them for prediction.json."""
+        names = ("num_devices", "peak_source", "devices_per_node")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], cluster: str = "") -> "Machines":
+        """Returns those of a run from its prediction, which every run writes.
+
+        Raises:
+          UserError: nothing says it.
+        """
+        if "num_devices" not in record:
+            raise UserError(
+                f"the run's {PREDICTION_FILE}, which says on how many devices it ran, is missing"
+                " or damaged: restore it, or train some steps of a new run."
+            )
+        source = str(record.get("peak_source", ""))
+        per_node = int(record.get("devices_per_node", 0))
+        return cls(int(record["num_devices"]), source, per_node, cluster)
+
+
+def request_for(config: Config, machines: Machines, constants_file: str = "") -> Request:
     """Returns the request of a run as it stands on its own machines.
 
     Args:
       config: of the run.
-      num_devices: that it runs on.
-      peak_source: how tfbig/hardware.py names the device.
+      machines: its own.
       constants_file: as --constants.
 
     Raises:
       UserError: the machine is not known: neither a GPU of the data sheets nor measured.
     """
-    constants = own_constants(constants_file)
-    name = device_name(peak_source, constants) or "here"
-    cluster = make_cluster(f"{name}:{num_devices}", constants)
+    constants, count = own_constants(constants_file), machines.num_devices
+    if machines.cluster:
+        cluster = make_cluster(machines.cluster, constants)
+        if cluster.num_devices != count:
+            raise UserError(
+                f"--cluster={machines.cluster} has {cluster.num_devices} devices, and the run ran"
+                f" on {count}."
+            )
+    else:
+        name = device_name(machines.peak_source, constants) or "here"
+        cluster = make_cluster(f"{name}:{count}", constants, machines.devices_per_node)
     tokens = float(config.run.steps * tokens_per_step(config))
     return Request(config, cluster, SOFTWARE["tfbig"], tokens, constants)
 
 
-def predict_run(config: Config, num_devices: int, peak_source: str = "") -> dict[str, Any]:
+def predict_run(config: Config, machines: Machines) -> dict[str, Any]:
     """Returns the prediction of a run, ready for prediction.json; never raises a UserError.
 
     Of a machine that is not known, only what tensors need is predicted.
     """
-    record: dict[str, Any] = {"num_devices": num_devices, "peak_source": peak_source}
+    record = machines.record()
     try:
-        return record | to_dict(make_plan(request_for(config, num_devices, peak_source)))
+        plan = make_plan(request_for(config, machines))
+        return record | to_dict(plan) | {"measurable_bytes": measurable_bytes(plan)}
     except UserError as error:
         record["note"] = str(error)
     parallel = config.parallel
     model_ranks = parallel.pipeline_parallel_degree * parallel.tensor_parallel_degree
-    tensors = peak(predict_memory(config, max(1, num_devices // model_ranks)))
+    tensors = peak(predict_memory(config, max(1, machines.num_devices // model_ranks)))
     return record | {"tensor_bytes": tensors.total}
 
 
@@ -134,36 +179,48 @@ def read_prediction(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def num_devices_of(record: Mapping[str, Any]) -> int:
-    """Returns the devices of a run from its prediction, which every run writes.
+def is_on_gpus(plan: Plan) -> bool:
+    """Returns whether tensors have a memory of their own, apart from the process."""
+    return plan.request.cluster.device.host_bandwidth > 0
 
-    Raises:
-      UserError: nothing says it.
+
+def measurable_bytes(plan: Plan) -> float:
+    """Returns the part of rank 0's memory that a run measures, see tfbig/hardware.py.
+
+    Of a GPU what TensorFlow's allocator gave out, so neither CUDA's context nor NCCL's buffers;
+    else a whole process, which may hold several replicas.
     """
-    if "num_devices" not in record:
-        raise UserError(
-            f"the run's {PREDICTION_FILE}, which says on how many devices it ran, is missing or"
-            " damaged: restore it, or train some steps of a new run."
+    request, first = plan.request, plan.memory[0]
+    if is_on_gpus(plan):
+        tensors = predict_memory(
+            request.config, request.data_size, request.options, partition=plan.partition
         )
-    return int(record["num_devices"])
+        return tensors[0].total
+    parallel = request.config.parallel
+    shares_process = REACH[parallel.strategy] == "host"
+    replicas = request.cluster.num_devices if shares_process else max(1, parallel.num_devices)
+    return first.context + replicas * (first.total - first.context)
 
 
 def compared(plan: Plan, measured: Measured) -> list[tuple[str, float, float]]:
-    """Returns (part, predicted, measured), seconds first, then bytes; zero parts left out."""
-    step = plan.step
+    """Returns (part, predicted, measured), seconds first, then bytes; zero parts left out.
+
+    What is measured is rank 0's, so its stage's parts are predicted, too.
+    """
+    step = plan.step_of(0)
     predicted = {
         "data": step.data_exposed + step.data_hidden,
         "tensor": step.tensor,
         "pipeline": step.pipeline + step.bubble,
     }
-    passes = step.compute + step.recompute + step.optimizer
+    passes = step.compute + step.recompute + step.optimizer + step.transfers
     rows = [
-        ("step", step.total, measured.step_seconds),
+        ("step", plan.step.total, measured.step_seconds),
         ("passes and update", passes, measured.compute_seconds),
     ]
     # What waits for another pipeline rank is in flight too: its exchanges are rendezvous.
     for axis, seconds in measured.communication_seconds.items():
         rows.append((f"{axis} axis", predicted.get(axis, 0.0), seconds))
     rows.append(("input", step.input, measured.data_wait_seconds))
-    rows.append(("peak memory", plan.memory[0].total, measured.peak_memory_bytes))
+    rows.append(("peak memory", measurable_bytes(plan), measured.peak_memory_bytes))
     return [row for row in rows if row[1] or row[2]]

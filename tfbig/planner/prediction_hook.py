@@ -9,7 +9,7 @@ from tfbig.config import Config
 from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
 from tfbig.loop import Hook, Progress
-from tfbig.planner.prediction import PREDICTION_FILE, Measured, measured_of, predict_run
+from tfbig.planner.prediction import PREDICTION_FILE, Machines, Measured, measured_of, predict_run
 
 AFTER_STEPS = 20
 
@@ -19,13 +19,12 @@ class PredictionHook(Hook):
 
     Args:
       config: of the run.
-      num_devices: that it runs on.
-      peak_source: how tfbig/hardware.py names the device.
+      machines: that it runs on.
       folder: of the run.
     """
 
-    def __init__(self, config: Config, num_devices: int, peak_source: str, folder: Path) -> None:
-        self._prediction = predict_run(config, num_devices, peak_source)
+    def __init__(self, config: Config, machines: Machines, folder: Path) -> None:
+        self._prediction = predict_run(config, machines)
         self._path = folder / PREDICTION_FILE
         self._records: list[dict[str, Any]] = []
 
@@ -56,7 +55,7 @@ def compared_line(prediction: dict[str, Any], measured: Measured) -> str:
             f" {measured.step_seconds:.3f} s a step, {seen:.3f} GB with the process"
             " (`tfbig plan --measure` lets train predict both)"
         )
-    seconds, memory = prediction["step_seconds"], prediction["memory"][0]["total"] / 1e9
+    seconds, memory = prediction["step_seconds"], prediction["measurable_bytes"] / 1e9
     late = measured.step_seconds / seconds - 1
     return (
         f"predicted {seconds:.3f} s a step, {memory:.3f} GB; measured"

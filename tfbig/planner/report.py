@@ -97,6 +97,10 @@ def _memory_lines(plan: Plan) -> list[str]:
     fits = "fits" if plan.fits else "DOES NOT FIT"
     if any(rank.host for rank in named.values()):
         lines.append(_row("host memory", [rank.host for rank in named.values()]))
+    if plan.host_bytes:
+        there = plan.request.cluster.host_memory_bytes
+        fullest = f"{plan.host_bytes / 1e9:,.2f} of {there / 1e9:,.1f} GB of host memory"
+        lines.append(f"  offloaded into the fullest node: {fullest}")
     lines.append(f"  fullest rank {plan.peak_bytes / 1e9:,.2f} of {capacity / 1e9:,.1f} GB: {fits}")
     return lines
 
@@ -161,10 +165,21 @@ def _words(name: str, value: object) -> list[str]:
     return [shlex.quote(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")]
 
 
+_HOSTS_NAMED = 8  # in a command; of more a file is named
+
+
 def _horovodrun(cluster: Cluster) -> str:
     node = min(cluster.devices_per_node, cluster.num_devices)
-    hosts = "" if cluster.num_nodes == 1 else f" -H HOST1:{node},HOST2:{node},..."
-    return f"horovodrun -np {cluster.num_devices}{hosts} " if cluster.num_devices > 1 else ""
+    if cluster.num_devices == 1:
+        return ""
+    if cluster.num_nodes == 1:
+        return f"horovodrun -np {cluster.num_devices} "
+    if cluster.num_nodes > _HOSTS_NAMED:  # a file of lines "HOST slots=8"
+        return f"horovodrun -np {cluster.num_devices} --hostfile=HOSTS "
+    slots = [node] * (cluster.num_nodes - 1)
+    slots.append(cluster.num_devices - sum(slots))
+    hosts = ",".join(f"HOST{number}:{count}" for number, count in enumerate(slots, start=1))
+    return f"horovodrun -np {cluster.num_devices} -H {hosts} "
 
 
 def _srun(cluster: Cluster) -> str:
@@ -209,6 +224,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "parameters": count_parameters(request.config.model),
         "fits": plan.fits,
         "peak_bytes": plan.peak_bytes,
+        "host_bytes": plan.host_bytes,
         "memory": [memory_dict(rank) for rank in plan.memory],
         "step_seconds": plan.step.total,
         "step_parts": plan.step.parts(),

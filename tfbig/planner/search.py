@@ -14,8 +14,8 @@ from tfbig.planner.network import Line, line_of, neighbours
 from tfbig.planner.step_time import mesh_of
 from trainers import check_strategy
 
-MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32)
-CHUNKS = (2, 3, 4)
+LARGEST_MICROBATCH = 32
+CHUNKS = (2, 3, 4, 6, 8)
 SIMULATED = 20
 _ROUGHLY = 1.02  # what the closed formula finds this much too large may fit all the same
 
@@ -69,12 +69,14 @@ def layouts(request: Request) -> Iterator[Request]:
         if pipeline > 1:
             chunks += [n for n in CHUNKS if n * pipeline <= config.model.num_layers]
         for rows, num_chunks, shared in itertools.product(
-            MICROBATCH_SIZES, chunks, (False, True) if tensor > 1 else (False,)
+            [n for n in divisors(samples) if n <= LARGEST_MICROBATCH],
+            chunks,
+            (False, True) if tensor > 1 else (False,),
         ):
-            if samples % rows or (shared and config.data.sequence_length % tensor):
+            if shared and config.data.sequence_length % tensor:
                 continue
-            if num_chunks > 1 and (samples // rows) % pipeline:
-                continue  # a group that isn't full leaves gaps
+            if num_chunks > 1 and samples // rows < pipeline:
+                continue  # not one group is full
             yield request.with_parallel(
                 strategy=_strategy(devices, pipeline, tensor),
                 pipeline_parallel_degree=pipeline,
@@ -97,11 +99,10 @@ RECOMPUTE = ("none", "attention", "block")
 
 
 def sharding_levels(request: Request) -> list[int]:
-    """Returns the levels of ZeRO that a layout can have; 0 where trained weights are few."""
-    config = request.config
-    if request.data_size == 1 or config.model.lora_rank or config.optimizer.freeze:
+    """Returns the levels of ZeRO that a layout can have."""
+    if request.data_size == 1:
         return [0]
-    return [0, 1] if config.parallel.pipeline_parallel_degree > 1 else [0, 1, 2, 3]
+    return [0, 1] if request.config.parallel.pipeline_parallel_degree > 1 else [0, 1, 2, 3]
 
 
 def with_memory(request: Request, level: int, recompute: str) -> Request:
@@ -140,7 +141,7 @@ def is_taken(config: Config) -> bool:
 def candidates(request: Request) -> list[Candidate]:
     """Returns all layouts that roughly fit, each with its rough time, fastest first."""
     found = []
-    rough = _RoughTimes(request)
+    rough = RoughTimes(request)
     capacity = request.cluster.device.memory_bytes
     too_large: set[tuple[object, ...]] = set()  # layouts whose smaller microbatches do not fit
     for layout in layouts(request):
@@ -175,7 +176,7 @@ def _without_microbatches(request: Request) -> tuple[object, ...]:
     )
 
 
-class _RoughTimes:
+class RoughTimes:
     """Closed formulas over layouts of one model on one cluster; remembers what recurs."""
 
     def __init__(self, request: Request) -> None:
@@ -199,6 +200,8 @@ class _RoughTimes:
             request.microbatch_size,
             parallel.sequence_parallel,
             request.options.activation_checkpointing,
+            parallel.attention,
+            parallel.precision,
         )
         if key not in self._costs:
             kernels = Kernels(

@@ -9,7 +9,7 @@ from tfbig.config import Config
 from tfbig.planner.cluster import Cluster
 from tfbig.planner.kernels import Cost, Kernels
 from tfbig.planner.memory import MemoryOptions
-from tfbig.planner.network import Line, line_between, line_of, neighbours
+from tfbig.planner.network import ends_of_pipelines, line_of, neighbours
 from tfbig.planner.offload import Offload
 from tfbig.planner.software import Software
 from tfbig.planner.timeline import StageTimes, Timeline, run_schedule
@@ -23,7 +23,7 @@ _INPUT_BYTES_PER_TOKEN = 9  # tokens and mask, twice over: from disk, and to the
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on its busiest pipeline rank, by part; they add up to `total`.
+    """Seconds of a step on one pipeline rank, the busiest or another, which add up to `total`.
 
     Args:
       compute: forward and backward passes.
@@ -143,20 +143,25 @@ class StepModel:
         self._offload = Offload(config, cluster, options, self._state, self._rows, self._data)
         self._gathers = self._gather_seconds()
 
-    def predict(self) -> StepTime:
-        """Returns the step's time; the schedule's own operations set the pipeline's."""
+    def predict(self, place: int | None = None) -> StepTime:
+        """Returns the step's time; the schedule's own operations set the pipeline's.
+
+        Args:
+          place: of the pipeline rank whose parts are asked for; None means the busiest.
+        """
         forward, backward, again, tensor, waiting = self.stage_seconds()
         transfer = self.transfer_seconds()
         times = StageTimes(forward, backward)
         timeline = self._timeline(times, transfer)
-        busiest = max(range(self._ranks), key=lambda rank: timeline.busy[rank])
-        held = [g for g in range(len(forward)) if g % self._ranks == busiest]
+        if place is None:
+            place = max(range(self._ranks), key=lambda rank: timeline.busy[rank])
+        held = [g for g in range(len(forward)) if g % self._ranks == place]
         recompute = self._microbatches * sum(again[g] for g in held)
         tensor_time = self._microbatches * sum(tensor[g] for g in held)
-        pipeline = timeline.transfers[busiest]
-        busy = timeline.busy[busiest]
+        pipeline = timeline.transfers[place]
+        busy = timeline.busy[place]
         last_backward = sum(backward[g] for g in held)
-        exposed, hidden, in_passes = self._data_seconds(busiest, last_backward)
+        exposed, hidden, in_passes = self._data_seconds(place, last_backward)
         waits = self._microbatches * sum(waiting[g] for g in held)
         return StepTime(
             compute=busy - recompute - tensor_time - in_passes - waits,
@@ -165,8 +170,8 @@ class StepModel:
             pipeline=pipeline,
             bubble=max(0.0, timeline.seconds - busy - pipeline),
             data_exposed=exposed + in_passes,
-            transfers=waits + self._offload.of_state(self._counts[busiest].trained),
-            optimizer=self._optimizer_seconds(busiest),
+            transfers=waits + self._offload.of_state(self._counts[place].trained),
+            optimizer=self._optimizer_seconds(place),
             input=self._input_seconds(timeline.seconds),
             data_hidden=hidden,
             hardware_flops=self._flops(),
@@ -331,8 +336,7 @@ class StepModel:
         model = self._config.model
         if self._ranks == 1 or not model.tied_head:
             return 0.0
-        pipeline = self.mesh.line("pipeline", 0)
-        pair: Line = line_between(self._cluster, (pipeline[0], pipeline[-1]))
+        pair = ends_of_pipelines(self._cluster, self.mesh)
         table = model.vocab_size * model.embed_dim / self.mesh.sizes["tensor"]
         return pair.all_reduce(table * self._state.summed)
 
@@ -352,7 +356,7 @@ class StepModel:
         """Returns the seconds that reading a batch takes beyond the step before it."""
         per_node = self._config.run.global_batch / self._cluster.num_nodes
         num_bytes = per_node * self._config.data.sequence_length * _INPUT_BYTES_PER_TOKEN
-        return max(0.0, num_bytes / 1e9 - step)
+        return max(0.0, num_bytes / self._cluster.input_bandwidth - step)
 
     def _flops(self) -> float:
         """Returns the FLOPs of all devices' products in a step, divided by the devices."""
