@@ -18,6 +18,8 @@ from tfbig.planner.cluster import load_constants, make_device
         ("Tesla V100-SXM2-16GB", "bfloat16", 15.7),
         ("Tesla T4", "bfloat16", 8.1),
         ("NVIDIA A10", "float32", 62),
+        ("NVIDIA GB200", "bfloat16", 0),
+        ("NVIDIA A10G", "bfloat16", 0),
         ("NVIDIA GeForce RTX 4090", "bfloat16", 0),
     ],
 )

@@ -86,6 +86,8 @@ def test_on_a_host_what_is_offloaded_stays_and_is_not_advised(monkeypatch):
     with pytest.raises(UserError, match="on its fullest rank") as refused:
         check_memory(moved, Engine(1, 1), device_bytes=0)
     assert "offload" not in str(refused.value)
+    request, _ = request_at_start(kept, 1, more / 1.2, host, "")
+    assert all("offload" not in change.text for change in cheapest_changes(request, 50))
     check_memory(moved, Engine(1, 1), device_bytes=int(more / 1.2))
 
 

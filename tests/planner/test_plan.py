@@ -118,6 +118,20 @@ def test_the_closed_formulas_rank_as_the_simulation_does():
         assert candidate.seconds == pytest.approx(plan.step.total, rel=0.25)
 
 
+@pytest.mark.parametrize("num_chunks", [2, 3, 4])
+@pytest.mark.parametrize("microbatches", [9, 12, 15, 16, 36])
+def test_the_closed_formula_knows_what_a_group_that_is_not_full_costs(num_chunks, microbatches):
+    request = request_of(GPT3 | SHAPE | {"cluster": "a100-80:64", "pipeline_parallel_degree": 8})
+    request = request.with_fields(
+        global_batch=microbatches,
+        microbatches=microbatches,
+        pipeline="interleaved",
+        num_chunks=num_chunks,
+    )
+    seconds = make_plan(request, check=False).step.total
+    assert search.RoughTimes(request).seconds(request) == pytest.approx(seconds, rel=0.1)
+
+
 def test_where_train_refuses_all_layouts_its_reason_is_told():
     values = {"preset": "gpt2_124m", "cluster": "h100-80:8", "gradient_reduction": "tape"}
     with pytest.raises(UserError, match="reduces once a backward pass"):

@@ -15,7 +15,6 @@ from tfbig.planner.network import Line
 from tfbig.planner.software import Software
 from trainers.activations import COMPUTE_BYTES, group_size
 from trainers.partition import Stage
-from trainers.pipeline_schedule import bubble_fraction
 from trainers.state_bytes import rank_counts, stage_counts
 from trainers.validate import num_chunks
 
@@ -97,9 +96,10 @@ def rough_seconds(
         if parallel.sequence_parallel or software.scatters_hidden:
             size /= tensor.size
         sent = 2 * chunks * (pair.latency + size / pair.bandwidth)
-    # Interleaving fills its last group of p microbatches with ones that don't exist.
-    steps = m if chunks == 1 else math.ceil(m / ranks) * ranks
-    passes = steps * (stage + sent) / (1 - bubble_fraction(ranks, steps, chunks))
+    # A last group of fewer than p microbatches leaves gaps, before each chunk but the first.
+    gaps = (math.ceil(m / ranks) * ranks - m) * (chunks - 1) / chunks
+    # arXiv 2104.04473, section 2.2: (p - 1) / v microbatches' time is waited.
+    passes = (m + gaps + (ranks - 1) / chunks) * (stage + sent)
     parameters = _trained(config) / ranks
     return passes + _state_seconds(parameters, passes, config, cluster, options, software, data)
 
