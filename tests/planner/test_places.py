@@ -10,13 +10,13 @@ import pytest
 from tests.planner.test_measure import machine
 from tfbig import presets
 from tfbig.config import replace_fields
-from tfbig.planner import changes, search
+from tfbig.planner import changes, network, search
 from tfbig.planner.changes import cheapest_changes, shortfall
 from tfbig.planner.cluster import load_constants, make_cluster
 from tfbig.planner.economics import fullest_share
 from tfbig.planner.layout import make_plan
 from tfbig.planner.measure import constants_of, fit_overhead
-from tfbig.planner.network import ends_of_pipelines, line_of, neighbours
+from tfbig.planner.network import ends_of_pipelines, line_of, neighbours, stride_of
 from tfbig.planner.question import constants_path, own_constants, request_of
 from trainers.mesh import Mesh
 
@@ -46,6 +46,18 @@ def test_lines_of_an_axis_share_a_nodes_cards():
     # One ring of all ranks has the cards for itself, a node that is not full or not.
     half = dataclasses.replace(A100, num_devices=12)
     assert line_of(half, mesh(12, 1, 1), "data").bandwidth == pytest.approx(min(LINK, NETWORK))
+
+
+@pytest.mark.parametrize("axis", ["data", "pipeline", "tensor"])
+@pytest.mark.parametrize("order", ["DPT", "TPD", "PDT"])
+@pytest.mark.parametrize("sizes", [(8, 2, 4), (4, 1, 16), (2, 16, 2), (1, 32, 1), (64, 1, 1)])
+def test_regular_places_need_no_counting(sizes, order, axis):
+    """Shapes of lines by arithmetic are those that counting each rank finds."""
+    places, per_node = mesh(*sizes, order), 8
+    cluster = make_cluster(f"a100-80:{places.size}", load_constants())
+    shapes = network._shapes(places.size, places.sizes[axis], stride_of(places, axis), per_node)
+    [(on_node, sharing)] = shapes
+    assert line_of(cluster, places, axis) == network._line(cluster, on_node, sharing)
 
 
 def test_pipelines_that_cross_nodes_elsewhere_than_rank_0s():

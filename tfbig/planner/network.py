@@ -45,18 +45,34 @@ class Line:
 def line_of(cluster: Cluster, mesh: Mesh, axis: str) -> Line:
     """Returns the slowest of an axis' lines, for which all others wait; all talk at once."""
     size, stride, per_node = mesh.sizes[axis], stride_of(mesh, axis), cluster.devices_per_node
+    shapes: set[tuple[tuple[int, ...], int]]  # ranks on each node, lines that share its cards
+    if per_node % (size * stride) == 0:
+        shapes = {((size,), 0)}
+    elif stride % per_node == 0:
+        shapes = {((1,) * size, per_node)}
+    elif per_node % stride == 0 and size * stride % per_node == 0:
+        here = per_node // stride
+        shapes = {((here,) * (size // here), stride)}
+    else:
+        shapes = _shapes(mesh.size, size, stride, per_node)
+    lines = (_line(cluster, on_node, sharing) for on_node, sharing in shapes)
+    return min(lines, key=lambda line: (line.bandwidth, -line.latency))
+
+
+def _shapes(
+    num_ranks: int, size: int, stride: int, per_node: int
+) -> set[tuple[tuple[int, ...], int]]:
+    """Returns (ranks on each node, lines that share the fullest one's cards) of any lines."""
     places = [
         collections.Counter(r // per_node for r in range(begin, begin + size * stride, stride))
-        for first in range(0, mesh.size, size * stride)
+        for first in range(0, num_ranks, size * stride)
         for begin in range(first, first + stride)
     ]
     # Of lines that cross nodes, those that meet on one share its network cards.
     crossing = collections.Counter(node for line in places if len(line) > 1 for node in line)
-    shapes = {
+    return {
         (tuple(line.values()), max((crossing[node] for node in line), default=0)) for line in places
     }
-    lines = (_line(cluster, on_node, sharing) for on_node, sharing in shapes)
-    return min(lines, key=lambda line: (line.bandwidth, -line.latency))
 
 
 def stride_of(mesh: Mesh, axis: str) -> int:
