@@ -227,6 +227,16 @@ def _device_of(text: str, name: str, constants: Mapping[str, Any]) -> str:
     return instances[name]["device"] if name in instances else name
 
 
+def _name_and_count(text: str) -> tuple[str, int]:
+    name, _, count = text.partition(":")
+    if not count.isdigit() or int(count) < 1:
+        raise UserError(
+            f"--cluster={text} says no number: write instance:nodes, such as p4d.24xlarge:240, or"
+            " device:devices, such as a100-80:1024."
+        )
+    return name, int(count)
+
+
 def make_cluster(
     text: str, constants: Mapping[str, Any], devices_per_node: int = 0, network_gbps: float = 0.0
 ) -> Cluster:
@@ -242,13 +252,8 @@ def make_cluster(
     Raises:
       UserError: no such instance or device, or no number.
     """
-    name, _, count_text = text.partition(":")
-    if not count_text.isdigit() or int(count_text) < 1:
-        raise UserError(
-            f"--cluster={text} says no number: write instance:nodes, such as p4d.24xlarge:240, or"
-            " device:devices, such as a100-80:1024."
-        )
-    count, instances, devices = int(count_text), constants["instances"], constants["devices"]
+    name, count = _name_and_count(text)
+    instances, devices = constants["instances"], constants["devices"]
     if name == "here":
         device = _here(constants, min(count, devices_per_node or count))
         name = device.name
