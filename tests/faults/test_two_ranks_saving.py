@@ -29,7 +29,7 @@ class Rank:
       values: of both ranks.
     """
 
-    size = 2
+    size = num_replicas = 2
 
     def __init__(self, rank: int, meeting: threading.Barrier, values: list) -> None:
         self.rank, self._meeting, self._values = rank, meeting, values

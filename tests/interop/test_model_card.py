@@ -171,7 +171,9 @@ def test_every_file_arrives_as_it_is(exported, finished_run, hub, capsys):
     # Versions of the library say it in one of two ways.
     assert hub.created.get("private") is True or hub.created["visibility"] == "private"
     assert hub.files == {path.name: path.read_bytes() for path in exported.iterdir()}
-    assert all(token == "Bearer hf_of_a_test" for _, token in hub.calls)
+    # Of the library's other calls, such as its telemetry's, some carry none.
+    ours = [token for path, token in hub.calls if "/create" in path or "/main" in path]
+    assert len(ours) >= 3 and set(ours) == {"Bearer hf_of_a_test"}, hub.calls
     assert "library_name: transformers" in hub.checked["content"]
     assert "uploaded" in capsys.readouterr().out
 
