@@ -279,6 +279,7 @@ def check_smp(folder: str, partitions: int) -> list[float]:
     manager = smp.CheckpointManager(checkpoint, f"{folder}/checkpoints_{partitions}_{size}")
     assert manager.restore() is None and manager.latest_checkpoint is None
     assert manager.checkpoints == []
+    smp.barrier()  # else another rank's save is already there
     path = manager.save()
     assert manager.checkpoints == [path] and manager.latest_checkpoint == path
     once = losses(model, use_tape=False, is_eager=True)
