@@ -90,7 +90,8 @@ class Result:
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     flops: list[float] = field(default_factory=list)  # of LIMITS
-    peak: int = 0
+    peak: int = 0  # bytes
+    device: dict[str, Any] = field(default_factory=dict)  # of "tfbig": name and peak
     skipped: str = ""
 
     def tokens_per_second(self, shape: Shape) -> float:
@@ -211,6 +212,7 @@ def _turn(
         built = alive[name].answer(limit)
         if isinstance(built, str):
             return built
+        result.device = built.get("device", {})
     answer = alive[name].steps(row.steps, limit)
     if isinstance(answer, str):
         return answer

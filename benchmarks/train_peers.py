@@ -10,6 +10,7 @@ It runs under whatever interpreter has the peer, and needs nothing of tfbig but 
 
 import json
 import os
+import platform
 import resource
 import sys
 import time
@@ -46,7 +47,9 @@ def tfbig(shape: Shape, **fields) -> Step:
     import tensorflow as tf
 
     import trainers
+    from tfbig.attention_trial import choose_attention
     from tfbig.config import Config, replace_fields
+    from tfbig.hardware import gpu_memory_bytes
 
     values = {
         "num_layers": shape.num_layers,
@@ -61,6 +64,7 @@ def tfbig(shape: Shape, **fields) -> Step:
     }
     config = replace_fields(Config(), values | fields)
     trainer = trainers.trainer_class(config.parallel.strategy)(config)
+    choose_attention(config, trainer, gpu_memory_bytes())
     trainer.build()
     own = slice(trainer.data_rank, None, trainer.data_size)
     tokens = batch_of(shape)[own]
@@ -261,6 +265,19 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def device_of(dtype: str) -> dict:
+    """Returns the name of the device that TensorFlow computes on, and its peak in FLOP/s."""
+    import tensorflow as tf
+
+    from tfbig.hardware import peak_flops
+
+    peak, source = peak_flops(dtype)
+    name = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    for gpu in tf.config.get_visible_devices("GPU")[:1]:
+        name = tf.config.experimental.get_device_details(gpu).get("device_name", "a GPU")
+    return {"name": name, "peak_flops": peak, "peak_source": source}
+
+
 def say(record: dict) -> None:
     """Prints one answer, told apart from what libraries print."""
     print("\n@" + json.dumps(record), flush=True)
@@ -275,7 +292,8 @@ def main() -> None:
     first = time.perf_counter()
     for _ in range(WARM_UP):
         step()
-    say({"built": True, "warm_up_seconds": time.perf_counter() - first})
+    built = {"built": True, "warm_up_seconds": time.perf_counter() - first}
+    say(built | ({"device": device_of(shape.dtype)} if name == "tfbig" else {}))
     for line in sys.argv[3:] or sys.stdin:
         seconds, results = [], []
         begin = time.process_time()

@@ -59,6 +59,7 @@ def test_a_run_leaves_what_it_promises(run_dir, small_flags):
         assert record["perplexity"] == pytest.approx(math.exp(record["loss"]))
         assert 0 <= record["accuracy"] <= 1 and 0 < record["bits_per_byte"] < 9
     events = [event["event"] for event in read_events(run_dir)]
+    events = [event for event in events if event != "attention"]  # of a trial, on a GPU
     assert events[:3] == ["start", "compile", "first_step"] and events[-1] == "stop"
     assert {"checkpoint", "evaluation"} <= set(events)
     saved = folder.read_config()

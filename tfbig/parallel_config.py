@@ -52,8 +52,8 @@ class ParallelConfig:
     """Arithmetic of the model; variables and optimizer state stay float32."""
     tf32: bool = True
     """Whether GPUs that can round the inputs of float32 matrix products to 10 bits of mantissa."""
-    attention: Literal["auto", "plain", "blockwise"] = "auto"
-    """blockwise keeps nothing of size T x T; auto takes it where it is faster, from T = 1024 on."""
+    attention: Literal["auto", "plain", "blockwise", "plain_xla", "blockwise_xla"] = "auto"
+    """blockwise keeps nothing of size T x T; auto: on CPU from T = 1024 on, on GPU by a trial."""
     jit_compile: bool = False
     """Whether XLA compiles the forward and backward pass."""
     num_devices: int = 0

@@ -102,14 +102,18 @@ def _train(
     held: contextlib.ExitStack,
     world: World,
 ) -> int:
+    from tfbig.attention_trial import choose_attention
     from tfbig.bad_samples import examine_step
     from tfbig.bad_steps import BadSteps
+    from tfbig.hardware import gpu_memory_bytes
     from tfbig.loop import Loop
     from tfbig.metrics import Throughput
     from tfbig.profiler.profiling import measured
     from tfbig.run_start import make_run_folder, recent_losses, start_from
     from tfbig.run_state import StateKeeper, check_shared
 
+    attention = choose_attention(config, trainer, gpu_memory_bytes())
+    config = attention.config
     memory, data = check_and_open(config, folder, trainer)
     if config.robustness.replay_step:
         return _replay(config, trainer, folder, initial, data)
@@ -125,9 +129,11 @@ def _train(
     # Model, optimizer, state.
     trainer.build(True, len(data.sources), data.vocab_size)
     progress = start_from(keeper, reader, initial, trainer)
-    notes = [*memory, *(f"checkpoint of {note}; an older one is used" for note in notes)]
+    older = [f"checkpoint of {note}; an older one is used" for note in notes]
     if trainer.rank == 0:
         world.announce(folder, trainer)
+        attention.write(folder)
+    notes = [*attention.notes, *memory, *older]
     hooks, total_peak = _watch(config, trainer, folder, data, command, notes, held)
 
     # Steps.

@@ -10,8 +10,8 @@ from tfbig.token_chunks import chunk_tokens
 from tfbig.variables import part_of
 
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# From this length on --attention=auto takes the blockwise form (tfbig/model/blockwise_attention.py
-# measures it; a test holds the two numbers equal).
+# From this length on --attention=auto takes the blockwise form where no trial chooses one
+# (tfbig/model/blockwise_attention.py measures it; a test holds the two numbers equal).
 BLOCKWISE_FROM = 1024
 
 
@@ -20,7 +20,7 @@ def is_blockwise(config: Config) -> bool:
     attention = config.parallel.attention
     if attention == "auto":
         return config.data.sequence_length >= BLOCKWISE_FROM
-    return attention == "blockwise"
+    return attention.startswith("blockwise")
 
 
 def block_bytes(config: Config, rows: int, recompute: str = "none") -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfbig.checkpoint_format import Slice
-from tfbig.config import Config
+from tfbig.config import Config, replace_fields
 from tfbig.step_spans import Spans, no_spans
 
 Batch = Mapping[str, tf.Tensor]
@@ -55,6 +55,7 @@ class Trainer(abc.ABC):
     on; everything else after `build`. What a launcher has started wrongly, `trainers.start` finds.
 
     Attributes:
+      config: of the run.
       rank: of this process.
       size: number of processes.
       local_rank: of this process among those of its host.
@@ -66,6 +67,7 @@ class Trainer(abc.ABC):
       holder: what holds a copy of the weights and is numbered by `differing_replicas`.
     """
 
+    config: Config
     rank: int = 0
     size: int = 1
     local_rank: int = 0
@@ -83,6 +85,10 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def __init__(self, config: Config) -> None: ...
+
+    def set_attention(self, form: str) -> None:
+        """Changes --attention; before `build`, alike on every rank."""
+        self.config = replace_fields(self.config, {"attention": form})
 
     @abc.abstractmethod
     def agree(self, value: int, op: str) -> int:

@@ -91,6 +91,10 @@ class PipelineTrainer(Trainer):
             config, self._microbatch_size, parallel.activation_checkpointing, num_replicas
         )
 
+    def set_attention(self, form: str) -> None:
+        super().set_attention(form)
+        self._choose_layout()  # stages are balanced by what their blocks keep
+
     def _sort_groups(self) -> None:
         alone = Group("", [self.rank], None, self.rank)
         own: dict[str, Group] = {"data": alone, "tensor": alone}

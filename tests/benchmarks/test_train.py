@@ -1,6 +1,8 @@
-"""The bars of benchmarks/train.py, from made-up measurements."""
+"""The bars of benchmarks/train.py, from made-up measurements, and what a side answers."""
 
-from benchmarks.train import QUICK_ROWS, ROWS, Result, bar, model_of, row_bars
+import sys
+
+from benchmarks.train import QUICK_ROWS, ROWS, Result, Side, bar, model_of, row_bars
 from tfbig.config import flops_per_token
 
 ROW = ROWS[2]  # the one whose memory counts
@@ -40,3 +42,15 @@ def test_without_peers_bars_are_skipped():
 def test_lines_have_four_fields():
     assert len(bar("name", ">=", 1.0, None, "why").split("|")) == 4
     assert len({row.name for row in (*ROWS, *QUICK_ROWS)}) == len(ROWS) + 1
+
+
+def test_our_side_names_its_device_and_peak():
+    shape = QUICK_ROWS[0].shape._replace(num_layers=1, length=32, dtype="float32")
+    side = Side(sys.executable, "tfbig", shape)
+    try:
+        built = side.answer(120)
+        assert not isinstance(built, str), built
+        assert built["device"]["name"] and built["device"]["peak_source"]
+        assert built["device"]["peak_flops"] > 1e9
+    finally:
+        side.close()

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.distributed.parity_worker import local_batch, make_config
+from tests.distributed.parity_worker import global_batch, local_batch, make_config
 from tfbig.model.attention import causal_attention
-from tfbig.model.blockwise_attention import BlockwiseAttention, block_sizes, choose_blockwise
+from tfbig.model.attention_form import FORMS, AttentionForm
+from tfbig.model.blockwise_attention import BlockwiseAttention, block_sizes
 from tfbig.model.dropout import sample_keys
+from tfbig.model.gpt import GPT
+from trainers.pipeline_stage import Chunk
 from trainers.single import SingleTrainer
 
 RATE, FIRST_HEAD = 0.3, 2
@@ -132,10 +135,31 @@ def test_blocks_grow_with_very_long_samples():
         assert length / queries <= 65 and queries <= keys
 
 
+@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_every_form_equals_the_plain_one(form, recomputes):
+    tensors = inputs(2, 13, "float32")
+    keys = sample_keys(0, tf.constant(1), 0, 0, tf.range(2, dtype=tf.int64))
+    rest = (documents(2, 13), keys)
+    attend = AttentionForm(form, RATE, FIRST_HEAD, recomputes)
+    found = with_gradients(lambda *x: attend(*x, *rest), *tensors)
+    wanted = with_gradients(lambda *x: causal_attention(*x, *rest, RATE, FIRST_HEAD), *tensors)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("form,is_compiled", [("plain", False), ("plain_xla", True)])
+def test_the_forms_named_for_xla_are_compiled_by_it(form, is_compiled):
+    attend = AttentionForm(form)
+    graph = tf.function(attend).get_concrete_function(*inputs(1, 4, "float32")[:3]).graph
+    compiled = [op.name for op in graph.get_operations() if "_XlaMustCompile" in op.node_def.attr]
+    assert bool(compiled) == is_compiled
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_a_model_trains_alike_with_either_form(jit_compile):
+def test_a_model_trains_alike_with_every_form(jit_compile):
     results = []
-    for attention in ("plain", "blockwise"):
+    for attention in FORMS[:2] if jit_compile else FORMS:  # "_xla" is compiled either way
         model = {"num_layers": 2, "attention_dropout": 0.2}
         fields = {"strategy": "single", "attention": attention, "jit_compile": jit_compile}
         trainer = SingleTrainer(make_config({"fields": fields, "model": model}))
@@ -143,12 +167,38 @@ def test_a_model_trains_alike_with_either_form(jit_compile):
         steps = [trainer.train_step(local_batch(trainer, i), i, 0.01, 0.0, 0) for i in range(3)]
         losses = [float(step.loss_sum / step.num_tokens) for step in steps]
         results.append((losses, [float(step.grad_norm) for step in steps]))
-        assert (trainer.model.transformer_blocks[1].att.blockwise is None) == (attention == "plain")
-    np.testing.assert_allclose(*results, rtol=1e-5)
+        form = trainer.model.transformer_blocks[1].att.form
+        assert form.is_blockwise(16) == attention.startswith("blockwise")
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], rtol=1e-5)
+
+
+def stage_gradients(form: str, mode: str) -> list[np.ndarray]:
+    """Gradients of the passes that a pipeline stage cuts from one graph."""
+    model = {"num_layers": 1, "attention_dropout": 0.2}
+    config = make_config({"fields": {"microbatches": 2}, "model": model})
+    options = {"attention": form, "activation_checkpointing": mode, "chunked_head": False}
+    chunk = Chunk(GPT.from_config(config.model, **options))
+    chunk.begin()
+    batch = {name: tf.constant(value) for name, value in global_batch(0).items()}
+    for index in range(2):
+        chunk.forward(None, batch, index, 2, tf.constant(1, tf.int64))
+    for index in range(2):
+        chunk.backward(index, None)
+    chunk.end()
+    return [total.numpy() for total in chunk.take_totals().values()]
+
+
+@pytest.mark.parametrize("mode", ["none", "attention"])
+def test_a_stages_passes_train_alike_with_forms_that_xla_compiles(mode):
+    wanted = stage_gradients("plain", mode)
+    largest = max(np.linalg.norm(one) for one in wanted)
+    for form in ("plain_xla", "blockwise_xla"):
+        for found, one in zip(stage_gradients(form, mode), wanted, strict=True):
+            assert np.linalg.norm(found - one) < 1e-5 * max(np.linalg.norm(one), 1e-3 * largest)
 
 
 def test_auto_takes_the_faster_form():
-    auto, forced = (choose_blockwise(choice, 0.0, 0) for choice in ("auto", "blockwise"))
-    assert auto is not None and forced is not None
-    assert [auto.serves(n) for n in (None, 256, 1024)] == [False, False, True]
-    assert forced.serves(1)
+    auto, forced = (AttentionForm(choice) for choice in ("auto", "blockwise"))
+    assert [auto.is_blockwise(n) for n in (None, 256, 1024)] == [False, False, True]
+    assert forced.is_blockwise(1)

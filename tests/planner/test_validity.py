@@ -44,7 +44,7 @@ MOSTLY = {  # the first value is drawn most often
     "bucket_megabytes": (32, 1, 0),
     "memory_weight": (0.5, 0.0, 2.0),
     "jit_compile": (False, True),
-    "attention": ("auto", "plain", "blockwise"),
+    "attention": ("auto", "plain", "blockwise", "plain_xla"),
     "precision": ("float32", "bfloat16", "float16"),
     "num_devices": (0, 1, 2),
     "lora_rank": (0, 2),

@@ -11,12 +11,10 @@ import keras
 import tensorflow as tf
 
 from tfbig.model.activation import gelu, gelu_tanh
-from tfbig.model.attention import causal_attention
-from tfbig.model.blockwise_attention import BlockwiseAttention
+from tfbig.model.attention_form import AttentionForm
 from tfbig.model.context import Context
 from tfbig.model.dropout import dropout, sample_keys
 from tfbig.model.layers import Projection, make_norm
-from tfbig.model.recomputation import recomputed
 from tfbig.model.rotary import rotary
 from tfbig.model.tensor_split import WHOLE, TensorSplit
 
@@ -35,8 +33,7 @@ class CausalSelfAttention(keras.layers.Layer):
       rotary_base: of the rotary angles.
       split: which of the heads are here.
       path: name of its collectives.
-      blockwise: attends where it serves; None means the plain form at every length.
-      recomputes: whether the plain form's scores are made again in the backward pass.
+      form: how it attends; None means the plain form at every length.
       lora: arguments of the projections' adapters.
     """
 
@@ -51,16 +48,15 @@ class CausalSelfAttention(keras.layers.Layer):
         rotary_base: float = 10_000.0,
         split: TensorSplit = WHOLE,
         path: str = "",
-        blockwise: BlockwiseAttention | None = None,
-        recomputes: bool = False,
+        form: AttentionForm | None = None,
         lora: Mapping[str, Any] | None = None,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
         self.rate, self.split, self.path_name = rate, split, path
-        self.blockwise, self.recomputes = blockwise, recomputes
         self.rotary_dim, self.rotary_base = rotary_dim, rotary_base
-        self.first_head, num_heads = split.part(num_heads)
+        first_head, num_heads = split.part(num_heads)
+        self.form = form or AttentionForm("plain", rate, first_head)
         dtype = self.dtype_policy
         with keras.name_scope(self.name):
             made = (3, num_heads, head_dim)
@@ -93,16 +89,8 @@ class CausalSelfAttention(keras.layers.Layer):
             )
         if attend is not None:
             attended = attend(query, key, value)
-        elif self.blockwise is not None and self.blockwise.serves(query.shape[1]):
-            attended = self.blockwise(query, key, value, document_ids, dropout_keys)
         else:
-
-            def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-                rest = (document_ids, dropout_keys, self.rate, self.first_head)
-                return causal_attention(query, key, value, *rest)
-
-            run = functools.partial(recomputed, attend) if self.recomputes else attend
-            attended = run(query, key, value)
+            attended = self.form(query, key, value, document_ids, dropout_keys)
         return self.out(attended, leave=leave_of(self.split, self.path_name))  # (B, T, D)
 
 
@@ -179,8 +167,7 @@ class TransformerBlock(keras.layers.Layer):
       index: global index of the block, which keys its dropout.
       seed: the run's seed, which keys its dropout.
       split: which part of the block's width is here.
-      blockwise: the blockwise attention that all blocks of a model share, or None.
-      recomputes_attention: whether attention scores are made again in the backward pass.
+      form: how all blocks of a model attend; None means the plain form.
       lora_rank: rank of an adapter beside each projection; 0 means none.
       lora_alpha: its product is multiplied by lora_alpha / lora_rank.
     """
@@ -203,8 +190,7 @@ class TransformerBlock(keras.layers.Layer):
         index: int = 0,
         seed: int = 0,
         split: TensorSplit = WHOLE,
-        blockwise: BlockwiseAttention | None = None,
-        recomputes_attention: bool = False,
+        form: AttentionForm | None = None,
         lora_rank: int = 0,
         lora_alpha: float = 16.0,
         **kwargs,
@@ -224,8 +210,7 @@ class TransformerBlock(keras.layers.Layer):
                 rotary_base=rotary_base,
                 split=split,
                 path=f"block_{index}.att",
-                blockwise=blockwise,
-                recomputes=recomputes_attention,
+                form=form,
                 lora=lora,
                 name="att",
                 dtype=dtype,

@@ -18,8 +18,8 @@ import tensorflow as tf
 from tfbig.model.dropout import drop, keep_mask
 
 MAX_KEYS = 1024  # of a block
-# From here on it is the faster form, as benchmarks/attention.py measures: 0.97x the speed of the
-# plain one at 512 positions, 1.46x at 1024, 1.86x at 4096 (2 cores, float32).
+# From here on it is the faster form on CPU cores, as benchmarks/attention.py measures: 0.97x the
+# speed of the plain one at 512 positions, 1.46x at 1024, 1.86x at 4096 (2 cores, float32).
 FASTER_FROM = 1024
 
 
@@ -54,7 +54,6 @@ class BlockwiseAttention:
       dropout_rate: share of attention weights that is dropped where there are keys for it.
       first_head: index of the first head here in the full layer, which keys its dropout.
       sizes: (queries, keys) of a block; None leaves it to `block_sizes`.
-      serves_from: positions of the shortest sample that it is meant for.
     """
 
     def __init__(
@@ -62,9 +61,7 @@ class BlockwiseAttention:
         dropout_rate: float = 0.0,
         first_head: int = 0,
         sizes: tuple[int, int] | None = None,
-        serves_from: int = FASTER_FROM,
     ) -> None:
-        self._serves_from = serves_from
         self._rate, self._first_head, self._sizes = dropout_rate, first_head, sizes
         # Not inlined: the graph of a deep model would hold every block of every layer.
         attributes = {"_noinline": True}
@@ -74,10 +71,6 @@ class BlockwiseAttention:
         self._backward = tf.function(
             self._backward_graph, autograph=False, experimental_attributes=attributes
         )
-
-    def serves(self, num_positions: int | None) -> bool:
-        """Returns whether samples of so many positions, None if unknown, go through it."""
-        return num_positions is not None and num_positions >= self._serves_from
 
     def __call__(
         self,
@@ -270,19 +263,3 @@ def _add(parts: dict[int, tf.Tensor], first_key: int, part: tf.Tensor, dtype: tf
             part = tf.pad(part, [[0, 0], [0, 0], [0, missing], [0, 0]])
         part = parts[first_key] + part
     parts[first_key] = part
-
-
-def choose_blockwise(
-    choice: str, dropout_rate: float, first_head: int
-) -> BlockwiseAttention | None:
-    """Returns the attention that --attention names for a model's blocks; None is the plain form.
-
-    Args:
-      choice: "auto", "plain" or "blockwise".
-      dropout_rate: of the attention weights.
-      first_head: index of the first head here in the full layer.
-    """
-    if choice == "plain":
-        return None
-    serves_from = 1 if choice == "blockwise" else FASTER_FROM
-    return BlockwiseAttention(dropout_rate, first_head, serves_from=serves_from)

@@ -11,8 +11,8 @@ import tensorflow as tf
 from tfbig import loss as loss_functions
 from tfbig.config import ModelConfig
 from tfbig.loss_config import LossConfig
+from tfbig.model.attention_form import AttentionForm
 from tfbig.model.block import SITE_EMBEDDING, TransformerBlock
-from tfbig.model.blockwise_attention import choose_blockwise
 from tfbig.model.chunked_loss import chunked_token_loss
 from tfbig.model.context import Context
 from tfbig.model.dropout import dropout, sample_keys
@@ -42,7 +42,7 @@ class GPT(keras.Model):
       precision: "float32", "bfloat16" or "float16"; variables are float32 in each.
       initial_values: False leaves variables at zero for a checkpoint to fill.
       split: which part of each layer's width is built here; all of it by default.
-      attention: "auto", "plain" or "blockwise": how the scores are computed.
+      attention: "auto" or one of `attention_form.FORMS`: how the scores are computed.
       chunked_head: makes the head's gradient with its loss, so that no product is made twice: for
         where one backward pass follows each forward pass and each is of many tokens.
       activation_checkpointing: what backward makes again, "none", "block", "group_N", "attention".
@@ -74,8 +74,11 @@ class GPT(keras.Model):
         self.has_embedding, self.has_head = first == 0, stop == config.num_layers
         self._chunked_head, self._offload_horizon = chunked_head, offload_horizon
         self._checkpointing, self._loss = activation_checkpointing, loss
-        self._blockwise = choose_blockwise(
-            attention, config.attention_dropout, split.part(config.num_heads)[0]
+        self._form = AttentionForm(
+            attention,
+            config.attention_dropout,
+            split.part(config.num_heads)[0],
+            recomputes=activation_checkpointing == "attention",
         )
         with keras.name_scope(self.name):
             self._make_layers(policy)
@@ -135,8 +138,7 @@ class GPT(keras.Model):
             index=index,
             seed=self.seed,
             split=self.split,
-            blockwise=self._blockwise,
-            recomputes_attention=self._checkpointing == "attention",
+            form=self._form,
             lora_rank=config.lora_rank,
             lora_alpha=config.lora_alpha,
             name=f"transformer_blocks_{index}",

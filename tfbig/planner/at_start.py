@@ -61,17 +61,38 @@ def check_memory(
     Raises:
       UserError: on every rank, when it cannot fit, with the cheapest changes after which it does.
     """
+    there = memory_there(trainer, device_bytes)
+    overhead = overhead_of(device_bytes)
+    if not fits(config, trainer, there, overhead):
+        raise UserError(shortfall(config, trainer.num_replicas, there, overhead, peak_source))
+    ranks = predict_memory(config, trainer.num_replicas, options_of(config, overhead), overhead)
+    return [line(place, rank, there) for place, rank in enumerate(ranks)]
+
+
+def memory_there(trainer: Any, device_bytes: int) -> float:
+    """Returns the bytes that each replica of the rank with the least may take; call on all ranks.
+
+    Args:
+      trainer: its engine has started.
+      device_bytes: of this process's GPU; 0 means that tensors lie in host memory.
+    """
     there = device_bytes or free_host_bytes()
     there = MEGABYTE * trainer.agree(there // MEGABYTE, "min")
     # Replicas of one process share the host's memory, but each has a GPU of its own.
-    copies = 1 if device_bytes else max(1, trainer.num_replicas // trainer.data_size)
-    overhead = overhead_of(device_bytes)
+    return there / (1 if device_bytes else max(1, trainer.num_replicas // trainer.data_size))
+
+
+def fits(config: Config, trainer: Any, there: float, overhead: Overhead) -> bool:
+    """Returns whether every rank's prediction is in the memory that is there, or nearly.
+
+    Args:
+      config: of the run.
+      trainer: its number of replicas is used.
+      there: of `memory_there`.
+      overhead: of `overhead_of`.
+    """
     ranks = predict_memory(config, trainer.num_replicas, options_of(config, overhead), overhead)
-    if copies * peak(ranks).total > there * (1 + TOLERANCE):
-        raise UserError(
-            shortfall(config, trainer.num_replicas, there / copies, overhead, peak_source)
-        )
-    return [line(place, rank, there / copies) for place, rank in enumerate(ranks)]
+    return peak(ranks).total <= there * (1 + TOLERANCE)
 
 
 def overhead_of(device_bytes: int) -> Overhead:

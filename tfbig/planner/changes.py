@@ -39,7 +39,7 @@ def edits(request: Request) -> Iterator[Fields]:
     can_move = parallel.sharding_level and request.cluster.device.host_bandwidth
     if can_move and not parallel.offload_optimizer_state:
         yield {"offload_optimizer_state": True}
-    if parallel.attention == "plain" and request.software.attention == "own":
+    if parallel.attention.startswith("plain") and request.software.attention == "own":
         yield {"attention": "blockwise"}
     if parallel.precision == "float32" and "bfloat16" in request.cluster.device.peak:
         yield {"precision": "bfloat16"}
