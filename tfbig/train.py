@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +17,14 @@ from tfbig.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
-    PrepareConfig,
     RunConfig,
     replace_fields,
     to_dict,
 )
 from tfbig.elastic.worlds import World, run_in_worlds
-from tfbig.errors import UserError
+from tfbig.first_data import default_data_folder, open_data
 from tfbig.flags import Flags
-from tfbig.interop.initial_weights import model_fields, open_initial, tokenizer_folder
+from tfbig.interop.initial_weights import model_fields, open_initial
 from tfbig.loss_config import LossConfig
 from tfbig.lost_host import lost_hosts_named
 from tfbig.parallel_config import ParallelConfig
@@ -103,11 +101,7 @@ def _train(
     world: World,
 ) -> int:
     from tfbig.attention_trial import choose_attention
-    from tfbig.bad_samples import examine_step
-    from tfbig.bad_steps import BadSteps
     from tfbig.hardware import gpu_memory_bytes
-    from tfbig.loop import Loop
-    from tfbig.metrics import Throughput
     from tfbig.profiler.profiling import measured
     from tfbig.run_start import make_run_folder, recent_losses, start_from
     from tfbig.run_state import StateKeeper, check_shared
@@ -141,24 +135,53 @@ def _train(
         StopSignal() as stop_signal,
         measured(config, folder.profiler_dir, trainer, data.sources, stop_signal) as measuring,
     ):
-        loop = Loop(
-            config=config,
-            trainer=trainer,
-            open_batches=functools.partial(train_batches, config, trainer, data),
-            evaluate=lambda: evaluate_validation(config, trainer, data, stop_signal, pulse),
-            saver=keeper,
-            hooks=[*world.hooks(), *measuring, *hooks],
-            throughput=Throughput.of(config, total_peak),
-            stop_signal=stop_signal,
-            bad_steps=BadSteps(config, recent_losses(reader)),
-            examine=functools.partial(examine_step, config, trainer, data),
-            reload=keeper.load_newest,
-            pulse=pulse,
-            sources=data.sources,
+        loop = _make_loop(
+            config,
+            trainer,
+            data,
+            keeper,
+            [*world.hooks(), *measuring, *hooks],
+            recent_losses(reader),
+            total_peak,
+            stop_signal,
+            pulse,
         )
         with world.trained_in(trainer, loop) as owes_pause:
             reason = loop.run(progress, reader is not None, owes_pause)
     return EXIT_SIGNAL if reason == "signal" else 0
+
+
+def _make_loop(
+    config: Config,
+    trainer: Any,
+    data: Any,
+    keeper: Any,
+    hooks: Sequence[Any],
+    losses: Sequence[Sequence[float]],
+    total_peak: float,
+    stop_signal: StopSignal,
+    pulse: Any,
+) -> Any:
+    from tfbig.bad_samples import examine_step
+    from tfbig.bad_steps import BadSteps
+    from tfbig.loop import Loop
+    from tfbig.metrics import Throughput
+
+    return Loop(
+        config=config,
+        trainer=trainer,
+        open_batches=functools.partial(train_batches, config, trainer, data),
+        evaluate=lambda: evaluate_validation(config, trainer, data, stop_signal, pulse),
+        saver=keeper,
+        hooks=hooks,
+        throughput=Throughput.of(config, total_peak),
+        stop_signal=stop_signal,
+        bad_steps=BadSteps(config, losses),
+        examine=functools.partial(examine_step, config, trainer, data),
+        reload=keeper.load_newest,
+        pulse=pulse,
+        sources=data.sources,
+    )
 
 
 def _pulse(config: Config, trainer: Any, folder: RunFolder, held: contextlib.ExitStack) -> Any:
@@ -290,59 +313,6 @@ def _replay(config: Config, trainer: Any, folder: RunFolder, initial: Any, data:
     batches = functools.partial(train_batches, config, trainer, data)
     replay_step(config, trainer, data, progress, recent_losses(reader), batches)
     return 0
-
-
-def default_data_folder(config: Config) -> str:
-    """Returns the folder that --source is prepared into when --data is not given."""
-    from data_pipeline.preparation import default_folder
-
-    name = config.data.source
-    if folder := tokenizer_folder(config.run.init_from):
-        name += f"_{os.path.basename(os.path.abspath(folder))}"
-    return default_folder(name, config.model.vocab_size, config.data.sequence_length)
-
-
-def open_data(config: Config, trainer: Any) -> Any:
-    """Returns the data, prepared on first use by rank 0 while the others wait.
-
-    Raises:
-      UserError: on every rank, when it cannot be prepared or does not fit the model.
-    """
-    together(trainer, lambda: _prepare_first(config) if trainer.rank == 0 else None)
-    return together(trainer, lambda: _open_prepared(config))
-
-
-def _prepare_first(config: Config) -> None:
-    """Prepares the source that --source names, unless another folder was named or it is there."""
-    from data_pipeline import manifest
-    from data_pipeline.preparation import prepare
-
-    path = config.data.data
-    if path == default_data_folder(config) and not manifest.exists(path):
-        prepare(
-            PrepareConfig(
-                data=path,
-                source=config.data.source,
-                sequence_length=config.data.sequence_length,
-                vocab_size=config.model.vocab_size,
-                tokenizer=tokenizer_folder(config.run.init_from),
-            )
-        )
-
-
-def _open_prepared(config: Config) -> Any:
-    from data_pipeline.dataset import TokenData
-
-    path, length = config.data.data, config.data.sequence_length
-    data = TokenData.open(
-        path, vocab_size=config.model.vocab_size, data_workers=config.data.data_workers
-    )
-    if data.sequence_length != length:
-        raise UserError(
-            f"{path} holds samples of {data.sequence_length} tokens, not --sequence_length="
-            f"{length}: pass --sequence_length={data.sequence_length} or prepare another folder."
-        )
-    return data
 
 
 @on_every_rank(is_agreed=False)
