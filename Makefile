@@ -1,7 +1,7 @@
 # make train   everything from a fresh machine to a trained GPT that writes text
 # make test    style, types and tests
 # make test-system    what needs root: hosts of network namespaces, mpirun, a browser
-# make test-interop   our models against those of transformers; installs PyTorch besides
+# make test-interop   our models against those of transformers; installs PyTorch and lm-eval besides
 # Each does the set-up first, once, into .venv/. Another Python: make PYTHON=python3.12 train
 
 PYTHON ?= python3
@@ -77,13 +77,14 @@ INTEROP_STAMP := $(VENV)/.tfbig-interop-ready
 setup-interop: $(INTEROP_STAMP)
 
 $(INTEROP_STAMP): $(STAMP)
-	@echo "make: installing PyTorch and transformers into $(VENV)"
+	@echo "make: installing PyTorch, transformers and lm-evaluation-harness into $(VENV)"
 	@$(BIN)/python -m pip install -qq $(TORCH_INDEX:%=--extra-index-url=%) \
-	  torch==2.13.0 --editable '.[cpu,test,interop]'
+	  torch==2.13.0 --editable '.[cpu,test,interop,evaluation]'
 	@touch $@
 
 test-interop: $(INTEROP_STAMP)
-	$(BIN)/python -m pytest tests/interop/test_transformers.py tests/examples/test_summarisation.py
+	$(BIN)/python -m pytest tests/interop/test_transformers.py tests/interop/test_lm_evaluation.py \
+	  tests/examples/test_summarisation.py
 
 # Hosts made of network namespaces, mpirun, the image, a browser: root, and Debian's packages.
 SYSTEM_PROGRAMS := chromium:chromium ip:iproute2 sshd:openssh-server ssh:openssh-client \
