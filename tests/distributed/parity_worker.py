@@ -360,8 +360,8 @@ def held(trainer) -> dict[str, np.ndarray]:
     elif hasattr(trainer, "_locals"):
         kept = trainer._locals[0].frozen.values()
     else:
-        kept = [v for chunk in trainer._chunks for v in list(chunk.variables.values())]
-        kept = kept[len(trainer._chunks[0].trained) :]
+        chunks = getattr(trainer, "_chunks", [])  # the units of a sharded mesh have none
+        kept = [v for chunk in chunks for v in list(chunk.variables.values())[len(chunk.trained) :]]
     elements = {f"{prefix}slots": slots for prefix, slots in optimizer._rule.slots.items()}
     return {
         f"held_{name}": np.array(
