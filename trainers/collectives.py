@@ -8,6 +8,7 @@ Rules that the functions here rely on (docs/design.md tells what happens without
 - None stands in a tf.cond, a loop or a nested function.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -312,6 +313,7 @@ class Engine:
         hvd.shutdown()
 
     def _function(self, kind: str, body: Callable, key: Any, signature: Any = None) -> Callable:
+        @functools.wraps(body)  # TensorFlow warns of what it takes for one function traced often
         def on_host(tensor: tf.Tensor) -> tf.Tensor:
             # On a GPU it would go by NCCL, which hangs where two ranks share one: before the
             # check that is to find them could say so.
