@@ -151,7 +151,8 @@ def reference(data: str, initial: dict[str, np.ndarray], num_ranks: int, rate: f
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_horovod_script_trains_as_tfbig_does(printed, data, world):
     tf.keras.utils.set_random_seed(0)
-    model = MyModel(LENGTH, VOCABULARY, WIDTH, HEADS, HIDDEN, LAYERS)
+    # Without dropout as the script's: Keras' layers draw seeds where they drop.
+    model = MyModel(LENGTH, VOCABULARY, WIDTH, HEADS, HIDDEN, LAYERS, rate=0.0)
     model(ZEROS)
     initial = canonical([v.numpy() for v in model.trainable_variables])
     expected = reference(data, initial, world, RATE * world)
