@@ -27,7 +27,7 @@ from trainers.mesh import make_mesh, mesh_groups, warn_of_slow_tensor_groups
 from trainers.mesh_decoding import MeshDecoder
 from trainers.partition import choose_partition
 from trainers.pipeline_link import Link
-from trainers.pipeline_program import plan_programs, simulated_seconds
+from trainers.pipeline_program import idle_share, plan_programs
 from trainers.pipeline_schedule import compute_order, forward_order
 from trainers.pipeline_stage import Chunk
 from trainers.pipeline_stepper import Stepper
@@ -251,9 +251,7 @@ class PipelineTrainer(Trainer):
             for place in range(self._degree)
         ]
         programs = plan_programs(orders, self._num_chunks)
-        passes = parallel.microbatches * self._num_chunks
-        # A backward pass takes two forward ones.
-        self._bubble = 1 - passes * (1 + 2) / simulated_seconds(programs)
+        self._bubble = idle_share(programs, parallel.microbatches * self._num_chunks)
         return programs[self._place]
 
     def _forward_program(self, num_pieces: int):
@@ -375,14 +373,11 @@ class PipelineTrainer(Trainer):
     def layout(self) -> Layout:
         sizes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.sizes.items())
         parallel, bubble = self.config.parallel, self._bubble
-        lines = [f"mesh {sizes}; placement {parallel.placement_strategy}", self.partition.table()]
+        text = f"mesh {sizes}; placement {parallel.placement_strategy}"
         if self._degree > 1:
-            lines[0] += (
-                f"; bubble {bubble:.1%} of a step if all passes are equal "
-                f"({parallel.pipeline}, {parallel.microbatches} microbatches)"
-            )
+            text += f"; bubble {bubble:.1%} of a step if all passes are equal ({parallel.pipeline})"
         record = {"mesh": dict(self.mesh.sizes), "stages": self.partition.to_dict()}
-        return Layout("\n".join(lines), record | {"bubble": round(bubble, 4)})
+        return Layout(f"{text}\n{self.partition.table()}", record | {"bubble": round(bubble, 4)})
 
     def pass_seconds(self) -> dict[str, float]:
         """Returns the seconds of the last step's "forward" and "backward" passes on this rank."""

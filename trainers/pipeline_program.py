@@ -195,11 +195,12 @@ def simulated_seconds(
             while done[rank] < len(actions):
                 action = actions[done[rank]]
                 if isinstance(action, Exchange):
-                    theirs = programs[action.peer].actions[done[action.peer] :][:1]
-                    if not (theirs and isinstance(theirs[0], Exchange) and theirs[0].peer == rank):
+                    others, at = programs[action.peer].actions, done[action.peer]
+                    theirs = others[at] if at < len(others) else None
+                    if not (isinstance(theirs, Exchange) and theirs.peer == rank):
                         break
                     pair = (action.send, action.receive)
-                    assert pair == (theirs[0].receive, theirs[0].send), (action, theirs[0])
+                    assert pair == (theirs.receive, theirs.send), (action, theirs)
                     meeting = max(clock[rank], clock[action.peer]) + exchange_time
                     clock[rank] = clock[action.peer] = meeting
                     done[action.peer] += 1
@@ -210,3 +211,16 @@ def simulated_seconds(
     for program in programs:
         assert done[program.rank] == len(program.actions), f"stuck at {done}"
     return max(clock)
+
+
+def idle_share(programs: Sequence[Program], num_passes: int) -> float:
+    """Returns the share of a step in which a rank waits, if a backward pass takes two forward ones.
+
+    Unlike `pipeline_schedule.bubble_fraction` it holds for every schedule and number of
+    microbatches.
+
+    Args:
+      programs: of all pipeline ranks.
+      num_passes: of a rank forward, and as many backward.
+    """
+    return 1 - num_passes * (1 + 2) / simulated_seconds(programs)

@@ -4,7 +4,13 @@ import itertools
 
 import pytest
 
-from trainers.pipeline_program import Exchange, Program, plan_programs, simulated_seconds
+from trainers.pipeline_program import (
+    Exchange,
+    Program,
+    idle_share,
+    plan_programs,
+    simulated_seconds,
+)
 from trainers.pipeline_schedule import (
     Work,
     bubble_fraction,
@@ -14,7 +20,6 @@ from trainers.pipeline_schedule import (
     stages_in_flight,
 )
 
-FORWARD, BACKWARD = 1.0, 2.0
 PIPELINES = [
     *itertools.product(("simple", "1f1b"), range(1, 9), (1,)),
     *itertools.product(("interleaved",), range(2, 7), (2, 3, 4)),
@@ -91,12 +96,12 @@ def test_each_microbatch_passes_once_in_order_and_nothing_hangs(schedule, p, v):
 @pytest.mark.parametrize(("schedule", "p", "v"), PIPELINES)
 def test_bubble_equals_the_formula(schedule, p, v):
     for m in MICROBATCHES:
-        if schedule == "interleaved" and m % p:
-            continue
         programs = plan_programs(orders_of(schedule, p, m, v), v)
-        step = simulated_seconds(programs, FORWARD, BACKWARD)
-        ideal = m * v * (FORWARD + BACKWARD)
-        assert 1 - ideal / step == pytest.approx(bubble_fraction(p, m, v), abs=1e-12)
+        share, formula = idle_share(programs, m * v), bubble_fraction(p, m, v)
+        if schedule == "interleaved" and m % p:
+            assert share >= formula - 1e-12, "a group that is not full idles more"
+        else:
+            assert share == pytest.approx(formula, abs=1e-12)
 
 
 @pytest.mark.parametrize(("schedule", "p", "v"), PIPELINES)

@@ -66,13 +66,12 @@ def chunked_token_loss(
             with tf.control_dependencies(made):  # the chunk before is done and its logits gone
                 own = tf.identity(hidden[rows])  # (n, D)
             chunk, change = _losses(own, factor, bias, labels[rows], is_table, terms)
-            made = [chunk.minimised]
             if with_gradient:
                 row_mask = mask[rows, tf.newaxis]  # (n, 1)
                 part, parts = _gradients(own, factor, change, row_mask, is_table, bool(bias))
                 totals = [a + b for a, b in zip(totals, parts, strict=True)] if totals else parts
                 chunk = chunk._replace(hidden_part=part)
-                made = [*totals, part]
+            made = [*totals, chunk.hidden_part] if with_gradient else [chunk.minimised]
             chunks.append(chunk)
         token_loss, minimised, predicted = (
             tf.concat(parts, 0) for parts in zip(*(chunk[:3] for chunk in chunks), strict=True)
