@@ -60,6 +60,17 @@ def small_flags(small_data) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="session")
+def short_run(tmp_path_factory, small_flags) -> str:
+    """The folder of a run of two steps and two layers, which tests only read."""
+    from tfbig import train
+
+    folder = str(tmp_path_factory.mktemp("runs") / "short")
+    flags = [*small_flags, "--num_layers=2", f"--run_dir={folder}", "--steps=2", "--eval_every=0"]
+    assert train._body(flags) == 0
+    return folder
+
+
 _START = time.monotonic()
 LATE_FILES = pytest.StashKey[dict[Path, bool]]()
 

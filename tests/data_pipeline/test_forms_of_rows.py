@@ -82,16 +82,20 @@ def test_a_padded_tail_loses_nothing(with_tokenizer):
     assert (ids[:, 0] == 0).all()
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "single", "join"])
-def test_prompts_are_read_and_completions_are_learned(with_tokenizer, tmp_path, packing):
-    source = tmp_path / "pairs.jsonl"
+def of_pairs(config, folder):
+    """Sixty prompts with completions as the source; returns them too."""
+    source = folder / "pairs.jsonl"
     pairs = [(f"What is {n} and {n}?", f" It is {2 * n}.") for n in range(60)]
     source.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in pairs))
+    fields = {"source": str(source), "prompt_field": "q", "completion_field": "a"}
+    return dataclasses.replace(config, **fields), pairs
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "single", "join"])
+def test_prompts_are_read_and_completions_are_learned(with_tokenizer, tmp_path, packing):
+    config, pairs = of_pairs(with_tokenizer, tmp_path)
     config = dataclasses.replace(
-        with_tokenizer,
-        source=str(source),
-        prompt_field="q",
-        completion_field="a",
+        config,
         packing=packing,
         sequence_length=60,
         tail="pad",
@@ -194,14 +198,9 @@ def test_megatrons_files_are_written_and_read_back(with_tokenizer, data_folder, 
 
 @pytest.mark.parametrize("tail", ["pad", "drop"])
 def test_prompts_are_exported_with_what_follows_them(with_tokenizer, tmp_path, tail):
-    source = tmp_path / "pairs.jsonl"
-    pairs = [(f"What is {n} and {n}?", f" It is {2 * n}.") for n in range(60)]
-    source.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in pairs))
+    config, pairs = of_pairs(with_tokenizer, tmp_path)
     config = dataclasses.replace(
-        with_tokenizer,
-        source=str(source),
-        prompt_field="q",
-        completion_field="a",
+        config,
         tail=tail,
         sequence_length=40,
         validation_fraction=0,

@@ -15,7 +15,6 @@ import pytest
 
 from tests.distributed.launch import REPOSITORY, environment, horovodrun
 from tests.serving.conftest import serving
-from tfbig import train
 from tfbig.serve_config import ServeConfig
 from tfbig.serving.served_model import load_model
 
@@ -27,14 +26,6 @@ LAYOUTS = {
 ASKED = {"prompt": ["def", "import os"], "max_tokens": 12, "ignore_eos": True, "seed": 5}
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory, small_flags) -> str:
-    folder = str(tmp_path_factory.mktemp("runs") / "first")
-    flags = [*small_flags, "--num_layers=2", f"--run_dir={folder}", "--steps=2", "--eval_every=0"]
-    assert train._body(flags) == 0
-    return folder
-
-
 def texts(address: str, **fields) -> list[str]:
     answer = httpx.post(f"{address}/v1/completions", json={**ASKED, **fields}, timeout=120)
     assert answer.status_code == 200, answer.text
@@ -42,9 +33,9 @@ def texts(address: str, **fields) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(run_dir) -> list[list[str]]:
+def whole(short_run) -> list[list[str]]:
     """What one device writes: sampled and greedy."""
-    model = load_model(ServeConfig(run=run_dir), {})
+    model = load_model(ServeConfig(run=short_run), {})
     with serving(model) as address:
         found = [texts(address), texts(address, temperature=0)]
     model.trainer.close()
@@ -54,12 +45,12 @@ def whole(run_dir) -> list[list[str]]:
 
 @contextlib.contextmanager
 def served_by_ranks(
-    run_dir: str, layout: list[str], num_ranks: int
+    short_run: str, layout: list[str], num_ranks: int
 ) -> Iterator[tuple[subprocess.Popen, str]]:
     """Gives horovodrun and the address of the server it started."""
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))
     command = [horovodrun, "-np", str(num_ranks), sys.executable]
-    command += ["-m", "tfbig.serve", f"--run={run_dir}", "--port=0", "--num_rows=2"]
+    command += ["-m", "tfbig.serve", f"--run={short_run}", "--port=0", "--num_rows=2"]
     job = subprocess.Popen(
         [*command, "--strategy=pipeline", *layout],
         cwd=REPOSITORY,
@@ -90,9 +81,9 @@ def served_by_ranks(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_answer_as_one_device(layout, run_dir, whole):
+def test_ranks_answer_as_one_device(layout, short_run, whole):
     num_ranks = 4 if layout == "stages of shards" else 2
-    with served_by_ranks(run_dir, LAYOUTS[layout], num_ranks) as (job, address):
+    with served_by_ranks(short_run, LAYOUTS[layout], num_ranks) as (job, address):
         ranks = [
             child
             for child in psutil.Process(job.pid).children(recursive=True)
@@ -113,8 +104,8 @@ def test_ranks_answer_as_one_device(layout, run_dir, whole):
 
 
 @pytest.mark.distributed
-def test_a_rank_that_dies_ends_the_server(run_dir):
-    with served_by_ranks(run_dir, LAYOUTS["stages"], 2) as (job, address):
+def test_a_rank_that_dies_ends_the_server(short_run):
+    with served_by_ranks(short_run, LAYOUTS["stages"], 2) as (job, address):
         listeners = {
             connection.pid
             for connection in psutil.net_connections("tcp")
@@ -134,8 +125,8 @@ def test_a_rank_that_dies_ends_the_server(run_dir):
 
 
 @pytest.mark.distributed
-def test_replicas_are_refused(run_dir):
-    arguments = ["-m", "tfbig.serve", f"--run={run_dir}", "--port=0", "--strategy=horovod"]
+def test_replicas_are_refused(short_run):
+    arguments = ["-m", "tfbig.serve", f"--run={short_run}", "--port=0", "--strategy=horovod"]
     done = horovodrun(2, arguments)
     assert done.returncode != 0 and "Traceback" not in done.stdout
     assert done.stdout.count("compute the same: start the server in one process") == 1
