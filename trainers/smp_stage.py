@@ -93,6 +93,9 @@ class StageStep:
         # Not a tf.function or wrapped function: these have ideas of their own about new variables.
         graph = tf.__internal__.FuncGraph("build")
         with graph.as_default():
+            # It inherits those of the tf.function that the script's step stands in, which leaves
+            # new variables without a value until that function's own first call.
+            graph._variable_creator_stack = []
             tensors = [tf.compat.v1.placeholder(s.dtype, s.shape) for s in self._inputs.specs]
             entering = tensor_spec(hidden) if hidden else None
             trace = StageTrace(
