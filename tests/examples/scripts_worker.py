@@ -5,6 +5,7 @@ usage: scripts_worker.py FOLDER FLAG ...
 Alone it also writes what the second script's model started from, and the SavedModel it left.
 """
 
+import functools
 import sys
 
 import numpy as np
@@ -17,6 +18,11 @@ import tensorflow as tf  # noqa: E402
 
 from examples.sagemaker_scripts import train_horovod, train_smp  # noqa: E402
 from trainers import hvd, smp  # noqa: E402
+
+# Keras adds epsilon before it corrects the moments' bias, tfbig after it, as the paper does: it is
+# made too small to matter, or gradients near it would step by different lengths.
+EPSILON = 1e-12
+tf.keras.optimizers.Adam = functools.partial(tf.keras.optimizers.Adam, epsilon=EPSILON)
 
 folder, *flags = sys.argv[1:]
 made: list[tf.keras.Model] = []

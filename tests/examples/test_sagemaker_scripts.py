@@ -124,7 +124,7 @@ def reference(data: str, initial: dict[str, np.ndarray], num_ranks: int, rate: f
         "clip_norm": 0.0,
         "beta1": 0.9,
         "beta2": 0.999,
-        "epsilon": 1e-7,
+        "epsilon": 1e-12,  # as scripts_worker.py
     }
     trainer = SingleTrainer(replace_fields(Config(model=model), fields))
     trainer.build(num_sources=num_ranks)
