@@ -101,6 +101,8 @@ def main() -> None:
     parser.add_argument("folder", nargs="?")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
+    if given.folder:
+        Path(given.folder).mkdir(parents=True, exist_ok=True)
     preset: dict[str, Any] = {"preset": "gpt2_124m", "sequence_length": LENGTH}
     if given.quick:
         preset |= {"embed_dim": 256, "num_heads": 4, "num_layers": 2}

@@ -268,6 +268,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of one long run with failures")
     parser.add_argument("--failure_every", type=int, default=200)
     given = parser.parse_args()
+    if given.folder:
+        Path(given.folder).mkdir(parents=True, exist_ok=True)
     if given.steps:
         steps, every = (60, 10) if given.quick else (given.steps, given.failure_every)
         endurance.report(given.folder, steps, every, given.ranks)
