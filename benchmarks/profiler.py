@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.synthetic_run import SyntheticRun
 
-_BLOCK = 10  # steps with, then as many without
+_BLOCK = 3  # steps with, then as many without: the machine drifts less between
 
 
 def make_step() -> Callable[[int], Any]:
@@ -55,7 +55,7 @@ def make_step() -> Callable[[int], Any]:
 def overhead(blocks: int) -> tuple[float, float, float]:
     """Returns (share of the step time, its standard error, bytes an hour and rank).
 
-    One process trains the CPU preset; measuring is switched on and off every 10 steps, so that
+    One process trains the CPU preset; measuring is switched on and off every 3 steps, so that
     what else the machine does falls on both alike.
     """
     from tfbig.profiler.compilations import CompilationHook
@@ -163,7 +163,7 @@ def main() -> None:
     if arguments.only != "report":
         share = direct_cost(2 if arguments.quick else 10)
         print(f"one sample every 500 ms: {100 * share:.3f}% of a core")
-        ratio, error, written = overhead(4 if arguments.quick else 60)
+        ratio, error, written = overhead(10 if arguments.quick else 150)
         print(f"interleaved, {_BLOCK} steps each: {100 * ratio:+.2f}% +- {100 * error:.2f}%")
         measured = f"{100 * ratio:+.2f}% +- {100 * error:.2f}%"
         clear = None if error > 0.005 else ratio < 0.005
