@@ -183,7 +183,8 @@ def parse_json(line: bytes) -> Any:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
         try:  # accepts lone surrogates and NaN, which orjson does not
-            return json.loads(line)
+            # Of bytes json would take NULs for signs of UTF-16: a cut text could pass as another.
+            return json.loads(line.decode("utf-8-sig", "surrogatepass"))
         except (ValueError, RecursionError) as error:
             raise BadRecord("is not valid JSON", f": {error}") from None
 

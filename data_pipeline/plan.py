@@ -23,6 +23,9 @@ _TEXT_OPTIONS = (
 # Options that neither bytes nor work depend on: hosts that share a folder may differ in them.
 _OF_A_HOST = ("data", "workers", "dry_run")
 SPLIT_FORMS = ("lines", "json", "lengths", "tar")  # read from the beginning on
+# Of the rules below: what is done beyond the tokenizing names chunks by their numbers, so that a
+# folder half done by other rules has to do that anew.
+_CUTS = 2
 # Text is about so many times its compressed size, for the planning of chunks only.
 _EXPANSION = 3
 
@@ -49,6 +52,7 @@ class Plan:
             "settings": self.settings,
             "config": config,
             "inputs": [item.to_json() for item in self.inputs],
+            "cuts": _CUTS,
         }
         return json.dumps(values, ensure_ascii=False, sort_keys=True).encode()
 

@@ -32,10 +32,10 @@ from data_pipeline.documents import (
     parse_json,
 )
 from data_pipeline.input_files import InputFile, suffix_form
+from data_pipeline.json_arrays import BYTE_ORDER_MARK, array_records, beginning, is_array
 from tfbig.errors import UserError
 
 _READ_BY_LIBRARIES = ("parquet", "zip")  # files whose bytes we don't see
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DAT_LENGTH_DIGITS = 16  # lm_dataformat's DAT archives: a decimal length, then so many bytes
 
 
@@ -47,8 +47,9 @@ class Piece:
       number: of the input file.
       start: first byte, row group, example or document.
       stop: what comes after the last one; -1 means the end.
-      first_record: number of its first line, for messages.
+      first_record: number of its first line or record, for messages.
       part: file that holds it recoded, relative to the data folder; "" means the input itself.
+      in_array: whether it begins behind a comma of a .json file that is one array.
     """
 
     number: int
@@ -56,6 +57,7 @@ class Piece:
     stop: int = -1
     first_record: int = 1
     part: str = ""
+    in_array: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Returns what Piece(**values) takes."""
@@ -65,6 +67,9 @@ class Piece:
     def is_whole(self) -> bool:
         """Whether it is all of a file."""
         return self.start == 0 and self.stop < 0 and not self.part
+
+
+_WHOLE = Piece(0)  # of a file that stands in another
 
 
 class PieceReader:
@@ -88,8 +93,9 @@ class PieceReader:
         start, stop = (0, -1) if piece.part else (piece.start, piece.stop)
         self._path, self._codec = path, ".zst" if piece.part else item.codec
         self._bytes, self._meter = ByteReader(path, start, stop), Meter()
-        # A part of a .json file is one of lines: an array is never cut.
-        self._form = "lines" if item.form == "json" and not piece.is_whole else item.form
+        # Only a .json file's beginning says what it is: a line behind it may be an array, too.
+        is_lines = item.form == "json" and piece.first_record > 1 and not piece.in_array
+        self._form = "lines" if is_lines else item.form
         self.sha256 = ""
 
     @property
@@ -161,23 +167,23 @@ class PieceReader:
         elif item.form == "zip":
             yield from _zip_records(item, piece.start, piece.stop, self._meter)
         else:
-            yield from _stream_records(self._form, self._contents(), item, piece.first_record)
+            yield from _stream_records(self._form, self._contents(), item, piece)
 
     def _contents(self) -> Iterator[bytes]:
         return decompress(iter(self._bytes), self._codec, self._item.name)
 
 
 def _stream_records(
-    form: str, chunks: Iterator[bytes], item: InputFile, first_record: int = 1
+    form: str, chunks: Iterator[bytes], item: InputFile, piece: Piece = _WHOLE
 ) -> Iterator[tuple[str, Any]]:
     if form == "lines":
-        yield from _line_records(split_lines(chunks), first_record)
+        yield from _line_records(split_lines(chunks), piece.first_record)
     elif form == "json":
-        yield from _json_records(chunks, item.name)
+        yield from _json_records(chunks, item, piece)
     elif form == "text":
         yield "", _decoded(b"".join(chunks))
     elif form == "lengths":
-        for number, (_, data) in enumerate(length_prefixed(chunks, item.name), first_record):
+        for number, (_, data) in enumerate(length_prefixed(chunks, item.name), piece.first_record):
             yield f"record {number}", _decoded(data)
     elif form == "tar":
         yield from _tar_records(chunks, item)
@@ -187,8 +193,8 @@ def _stream_records(
 
 def _line_records(lines: Iterable[bytes], first_record: int) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(lines, first_record):
-        if number == 1 and line.startswith(_BYTE_ORDER_MARK):
-            line = line[len(_BYTE_ORDER_MARK) :]
+        if number == 1 and line.startswith(BYTE_ORDER_MARK):
+            line = line[len(BYTE_ORDER_MARK) :]
         try:
             yield f"line {number}", orjson.loads(line)
         except orjson.JSONDecodeError:
@@ -203,36 +209,21 @@ def _parsed(line: bytes) -> Any:
         return problem
 
 
-def _json_records(chunks: Iterator[bytes], name: str) -> Iterator[tuple[str, Any]]:
+def _json_records(
+    chunks: Iterator[bytes], item: InputFile, piece: Piece
+) -> Iterator[tuple[str, Any]]:
     """Yields the records of a .json file, which may be one array, or hold a record a line."""
-    start = _beginning(chunks)
-    everything = _chained(start, chunks)
-    if start.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] != b"[":
-        yield from _line_records(split_lines(everything), 1)
+    name, first = item.name, piece.first_record
+    if piece.in_array:
+        yield from array_records(chunks, name, first, in_array=True, is_part=True)
         return
-    try:
-        found = parse_json(b"".join(everything).removeprefix(_BYTE_ORDER_MARK))
-    except BadRecord as problem:
-        raise UserError(f"{name} {problem}") from None
-    if not isinstance(found, list):
-        found = [found]
-    for number, value in enumerate(found, 1):
-        yield f"record {number}", value
-
-
-def _beginning(chunks: Iterator[bytes]) -> bytes:
-    """Returns the first bytes up to the first chunk with anything but white space in it."""
-    start = b""
-    for chunk in chunks:
-        start += chunk
-        if start.removeprefix(_BYTE_ORDER_MARK).strip():
-            break
-    return start
-
-
-def begins_an_array(chunks: Iterator[bytes]) -> bool:
-    """Returns whether a .json file is one array of records, not a record a line."""
-    return _beginning(chunks).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
+    start = beginning(chunks)
+    everything = _chained(start, chunks)
+    if is_array(start):
+        is_part = not piece.is_whole
+        yield from array_records(everything, name, first, in_array=False, is_part=is_part)
+    else:
+        yield from _line_records(split_lines(everything), first)
 
 
 def _chained(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:

@@ -3,16 +3,19 @@
 import os
 import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import zstandard
 
 from data_pipeline.codecs import ByteReader, decompress, split_lines
 from data_pipeline.input_files import InputFile
+from data_pipeline.json_arrays import array_units, begins_an_array
 from data_pipeline.plan import Plan, is_recoded
-from data_pipeline.reading import Piece, begins_an_array, intact_tar, length_prefixed, tar_members
+from data_pipeline.reading import Piece, intact_tar, length_prefixed, tar_members
 from data_pipeline.work import FOLDER, Result, WorkFolder
 
+_ARRAY = "array"  # form of a .json file that is one
 _PART_BYTES = 1 << 23  # contents of one zstd frame of a recoded part
 _BLOCK_BYTES = 1 << 18  # of an archive's member that are read at a time
 _END_OF_TAR = b"\0" * (2 * tarfile.BLOCKSIZE)
@@ -25,22 +28,21 @@ def split_input(plan: Plan, item_name: str, folder: Path, work: WorkFolder) -> R
     """Cuts a large file into pieces that are read apart.
 
     Plain files are only measured; compressed ones, which are read from their beginning alone, and
-    archives are recoded in parts with checksums. A .json file that is one array stays whole.
+    archives are recoded in parts with checksums.
 
     Returns:
-      {"pieces": ..., "sha256": of the file, "bytes": of the file}; a file that stays whole is
-      hashed when it is read.
+      {"pieces": ..., "sha256": of the file, "bytes": of the file}.
     """
     number = plan.large_inputs()[item_name]
     item, chunk_bytes = plan.inputs[number], plan.config.chunk_bytes
     if item.form == "json":
         reader = ByteReader(item.path)
         if begins_an_array(decompress(iter(reader), item.codec, item.name)):
-            return {"pieces": [Piece(number).to_json()], "sha256": "", "bytes": item.num_bytes}
+            item = replace(item, form=_ARRAY)
     reader = ByteReader(item.path)
     if is_recoded(item):
         pieces = _recode(item, item_name, number, reader, folder, chunk_bytes, work)
-    elif item.form == "lengths":
+    elif item.form in ("lengths", _ARRAY):
         pieces = _measure_units(item, number, reader, chunk_bytes, work)
     else:
         pieces = _measure_lines(number, reader, chunk_bytes, work)
@@ -85,12 +87,16 @@ def _measure_units(
     for data, ends in _units(item, reader):
         at, record = at + len(data), record + ends
         if ends and at - start >= chunk_bytes:
-            pieces.append(Piece(number, start, at, first))
+            pieces.append(Piece(number, start, at, first, "", _in_array(item, first)))
             start, first = at, record
         work.progress = at
     if at > start or not pieces:
-        pieces.append(Piece(number, start, at, first))
+        pieces.append(Piece(number, start, at, first, "", _in_array(item, first)))
     return pieces
+
+
+def _in_array(item: InputFile, first_record: int) -> bool:
+    return item.form == _ARRAY and first_record > 1
 
 
 def _recode(
@@ -131,17 +137,20 @@ def _recode(
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / part)
-        pieces.append(Piece(number, 0, -1, first, part))
+        pieces.append(Piece(number, 0, -1, first, part, _in_array(item, first)))
         first = last
     return pieces
 
 
 def _units(item: InputFile, reader: ByteReader) -> Iterator[Unit]:
-    """Yields what a file's parts are made of; of lines and records it is the file, byte by byte."""
+    """Yields what a file's parts are made of; but for tar it is the file, byte by byte."""
     contents = decompress(iter(reader), item.codec, item.name)
     if item.form == "lengths":
         for header, data in length_prefixed(contents, item.name):
             yield header, 0
+            yield data, 1
+    elif item.form == _ARRAY:
+        for data, _ in array_units(contents, item.name):
             yield data, 1
     elif item.form == "tar":
         with intact_tar(item.name):

@@ -19,6 +19,7 @@ from data_pipeline.tokenizer import Tokenizer
 from tfbig.errors import UserError
 
 _BATCH_TOKENS = 1 << 22
+_NANOGPT = np.dtype("<u2")  # of its ids
 
 
 class TokenBatch(NamedTuple):
@@ -94,16 +95,22 @@ def _kept_stores(folder: Path) -> list[InputFile]:
 
 
 def document_ranges(item: InputFile, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Returns ranges of documents (of tokens, for nanoGPT) that are read apart."""
+    """Returns ranges of documents that are read apart; of tokens they begin at, for nanoGPT."""
     if item.form == "nanogpt":
-        return [(0, -1)]  # where documents end is known from the ids alone
+        num_tokens, limit = item.num_bytes // _NANOGPT.itemsize, _tokens_of(chunk_bytes, _NANOGPT)
+        cuts = [*range(0, num_tokens, limit), num_tokens]
+        return list(itertools.pairwise(cuts))
     prefix = item.path.removesuffix(".bin")
     found = IndexedTokens(prefix)
-    limit = max(1, chunk_bytes // (4 * found.dtype.itemsize))  # a token is about 4 bytes of text
+    limit = _tokens_of(chunk_bytes, found.dtype)
     targets = np.arange(limit, len(found.tokens), limit)
     places = np.unique(np.searchsorted(found.ends, targets, side="left") + 1)
     cuts = [0, *places[places < found.num_documents].tolist(), found.num_documents]
     return [(int(a), int(b)) for a, b in itertools.pairwise(cuts)]
+
+
+def _tokens_of(chunk_bytes: int, dtype: np.dtype) -> int:
+    return max(1, chunk_bytes // (4 * dtype.itemsize))  # a token is about 4 bytes of text
 
 
 def read_token_documents(
@@ -125,14 +132,15 @@ def read_token_documents(
         return
     if item.form == "megatron":
         found = IndexedTokens(item.path.removesuffix(".bin"))
-        tokens, ends = found.tokens, found.ends
+        tokens, ends, start = found.tokens, found.ends, piece.start
+        stop = len(ends) if piece.stop < 0 else piece.stop
     else:
-        tokens = _nanogpt_tokens(item)
+        tokens = _nanogpt_tokens(item, piece, tokenizer.end_of_text_id)
         ends = np.flatnonzero(tokens == tokenizer.end_of_text_id) + 1
-        if not len(ends) or ends[-1] < len(tokens):
+        if len(tokens) and (not len(ends) or ends[-1] < len(tokens)):
             ends = np.append(ends, len(tokens))
-    stop = len(ends) if piece.stop < 0 else piece.stop
-    for first, last in _batch_bounds(ends, piece.start, stop):
+        start, stop = 0, len(ends)
+    for first, last in _batch_bounds(ends, start, stop):
         documents = [
             _without_end(tokens[start:end], tokenizer.end_of_text_id)
             for start, end in zip(_starts(ends, first, last), ends[first:last], strict=True)
@@ -143,16 +151,34 @@ def read_token_documents(
         yield _batch(item, [d for d in documents if len(d)], tokenizer)
 
 
-def _nanogpt_tokens(item: InputFile) -> np.ndarray:
-    if item.num_bytes % 2:
+def _nanogpt_tokens(item: InputFile, piece: Piece, end_of_text_id: int) -> np.ndarray:
+    """Returns the documents that begin in a piece, the last one to its end, which may lie behind.
+
+    So a file is cut without being read, and each document is in one piece, wherever the cuts are.
+    """
+    if item.num_bytes % _NANOGPT.itemsize:
         raise UserError(f"{item.name} has {item.num_bytes} bytes: no whole number of uint16 ids.")
     if not item.num_bytes:
-        return np.empty(0, np.uint16)
-    return np.asarray(np.memmap(item.path, "<u2", "r"))
+        return np.empty(0, _NANOGPT)
+    tokens = np.asarray(np.memmap(item.path, _NANOGPT, "r"))
+    start = _next_document(tokens, piece.start, end_of_text_id)
+    stop = len(tokens) if piece.stop < 0 else piece.stop
+    return tokens[start : max(start, _next_document(tokens, stop, end_of_text_id))]
+
+
+def _next_document(tokens: np.ndarray, place: int, end_of_text_id: int) -> int:
+    """Returns where the first document begins that does not begin before a place."""
+    if not place:
+        return 0
+    for first in range(place - 1, len(tokens), _BATCH_TOKENS):
+        ends = np.flatnonzero(tokens[first : first + _BATCH_TOKENS] == end_of_text_id)
+        if len(ends):
+            return first + int(ends[0]) + 1
+    return len(tokens)
 
 
 def _starts(ends: np.ndarray, first: int, last: int) -> np.ndarray:
-    return np.concatenate([[0], ends])[first:last]
+    return ends[first - 1 : last - 1] if first else np.concatenate([[0], ends[: last - 1]])
 
 
 def _batch_bounds(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int]]:

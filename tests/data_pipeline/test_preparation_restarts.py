@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from preparing import WORKER, contents, quiet, work
 
+from data_pipeline import plan, sharding, token_sources
 from data_pipeline.dataset import TokenData
 from data_pipeline.preparation import is_prepared, prepare
+from tfbig.config import PrepareConfig
 from tfbig.errors import UserError
 
 
@@ -99,3 +101,28 @@ def test_two_processes_prepare_one_folder_together(several, tmp_path):
         assert process.returncode == 0, error
     one = dataclasses.replace(several, data=str(tmp_path / "one"), workers=1)
     assert contents(tmp_path / "data") == contents(prepare(one, quiet))
+
+
+def test_a_folder_half_done_by_other_rules_of_cutting_ends_alike(tmp_path, data_folder):
+    """The order of documents names chunks by number: of other chunks it would be wrong."""
+    numbers = np.random.default_rng(0).integers(1, 200, 4000)
+    end = TokenData.open(data_folder).end_of_text_id
+    np.where(numbers < 20, end, 50 + numbers).astype("<u2").tofile(tmp_path / "train.bin")
+    config = PrepareConfig(
+        source=f"nanogpt:{tmp_path / 'train.bin'}",
+        data=str(tmp_path / "data"),
+        tokenizer=str(data_folder / "tokenizer.json"),
+        sequence_length=16,
+        chunk_bytes=4000,
+        validation_fraction=0,
+        workers=1,
+    )
+    expected = contents(prepare(dataclasses.replace(config, data=str(tmp_path / "new")), quiet))
+    with pytest.MonkeyPatch.context() as earlier:
+        earlier.setattr(plan, "_CUTS", 1)
+        earlier.setattr(token_sources, "document_ranges", lambda item, chunk_bytes: [(0, -1)])
+        earlier.setattr(sharding.ShardMaker, "__call__", lambda self, item: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(config, quiet)
+    assert len(list((tmp_path / "data" / "tokens").iterdir())) == 1
+    assert contents(prepare(config, quiet)) == expected

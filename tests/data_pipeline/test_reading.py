@@ -94,8 +94,10 @@ def test_a_json_file_may_be_one_array(tmp_path):
     found = [*DOCUMENTS, ("a bare string", "text")]
     assert read(write(tmp_path / "a.json", data))[0] == found
     assert read(write(tmp_path / "a.json.zst", zst(data)))[0] == found
-    with pytest.raises(UserError, match=r"a\.json is not valid JSON"):
+    with pytest.raises(UserError, match=r"a\.json is cut short: its array has no end"):
         read(write(tmp_path / "a.json", data[:-5]))
+    with pytest.raises(UserError, match=r"a\.json record 2 is not valid JSON"):
+        read(write(tmp_path / "a.json", b'["one", {"text": two}, "three"]'))
 
 
 def test_texts_with_their_length_before_them(tmp_path):
