@@ -134,8 +134,11 @@ def _remove_plan(folder: Path) -> None:
         for path in (folder / WORK).glob(f"results/{pattern}"):
             path.unlink()
         for path in (folder / WORK).glob(pattern):
-            shutil.rmtree(path)
-    for path in (folder / WORK).glob("kept-*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:  # what a killed process was writing
+                path.unlink()
+    for path in (folder / WORK).glob("dropped-*"):
         path.unlink()
     # Parts go once all chunks are tokenized: chunks of other names need them again.
     for path in (folder / WORK).glob("results/split-*"):

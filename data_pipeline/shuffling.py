@@ -100,10 +100,25 @@ def _segment_files() -> list[str]:
     return [names.get(name, name) for name in Segments._fields]
 
 
-def order_part(stores: PartStores, item: str, plan: Plan, folder: Path, work: WorkFolder) -> Result:
+def order_part(
+    stores: PartStores,
+    item: str,
+    plan: Plan,
+    folder: Path,
+    work: WorkFolder,
+    kept: np.ndarray | None = None,
+) -> Result:
     """Sorts the documents of a part by their places in the shuffle and decides on its rows.
 
     Documents of equal text come in the order they were read in.
+
+    Args:
+      stores: of the part.
+      item: of the work.
+      plan: of the preparation.
+      folder: of the data.
+      work: its work folder.
+      kept: (n,) bool, which documents the removal of duplicates left, in the order of chunks.
 
     Returns:
       {"documents", "duplicates", "removed", "labels", "dropped", "rows"} of the part.
@@ -117,7 +132,6 @@ def order_part(stores: PartStores, item: str, plan: Plan, folder: Path, work: Wo
     order = np.lexsort((checks, places))  # stable
     same = (keys[order][1:] == keys[order][:-1]) & (checks[order][1:] == checks[order][:-1])
     num_duplicates = int(np.count_nonzero(same))
-    kept = _kept_documents(stores.part, folder)
     if kept is not None:
         order = order[kept[order]]
     lengths = lengths[order]
@@ -168,11 +182,3 @@ def _columns(stores: PartStores, folder: Path, work: WorkFolder) -> tuple[Any, .
         np.concatenate(parts) for parts in zip(*found, strict=True)
     )
     return keys, checks, lengths, starts, prompts if has_prompts else None
-
-
-def _kept_documents(part: Part, folder: Path) -> np.ndarray | None:
-    """Returns which of a part's documents the removal of duplicates left, in order of chunks."""
-    from data_pipeline.duplicates import kept_path
-
-    path = kept_path(folder, part)
-    return np.load(path) if path.exists() else None

@@ -16,7 +16,7 @@ from data_pipeline.account import (
     seconds_line,
 )
 from data_pipeline.building import finish_building, remove_other_shards
-from data_pipeline.duplicates import duplicates_bytes, mark_duplicates
+from data_pipeline.duplicates import DuplicateFinder
 from data_pipeline.encoders import TokenEncoder
 from data_pipeline.plan import SPLIT_FORMS, Plan
 from data_pipeline.progress import shown
@@ -181,19 +181,24 @@ class Stages:
         self, name: str, parts: list[PartStores]
     ) -> tuple[dict[str, tuple[PartStores, Result]], Result]:
         config, duplicates = self.plan.config, {}
+        finder = None
         if config.remove_duplicates or config.near_duplicates:
-            sizes = {f"duplicates-{name}": duplicates_bytes(parts, config)}
-            with shown("finding duplicates", sizes, self.work, self.say):
-                (duplicates,) = self.work.run(
-                    list(sizes),
-                    lambda _: mark_duplicates(parts, self.plan, self.folder, self.work),
-                )
+            finder = DuplicateFinder(name, parts, self.plan, self.folder, self.work)
+            with shown("finding duplicates", finder.sizes(), self.work, self.say):
+                duplicates = finder.run()
         by_item = {f"order-{name}-{number:05d}": part for number, part in enumerate(parts)}
         sizes = {item: order_bytes(part) for item, part in by_item.items()}
         with shown("ordering documents", sizes, self.work, self.say):
             found = self.work.run(
                 list(by_item),
-                lambda item: order_part(by_item[item], item, self.plan, self.folder, self.work),
+                lambda item: order_part(
+                    by_item[item],
+                    item,
+                    self.plan,
+                    self.folder,
+                    self.work,
+                    finder.kept(by_item[item]) if finder else None,
+                ),
             )
         orders = {
             item: (part, result)

@@ -127,8 +127,7 @@ class TokenStore(IndexedTokens):
         super().__init__(prefix)
         self.starts = np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])[: len(self.ends)]
         self.lengths = self.ends - self.starts
-        self.keys = np.fromfile(f"{prefix}.keys", "<u8")
-        self.checks = np.fromfile(f"{prefix}.checks", "<u8")
+        self.keys, self.checks = read_digests(prefix)
         prompts = Path(f"{prefix}.prompts")
         self.prompts = np.fromfile(prompts, "<i4") if prompts.exists() else None
 
@@ -156,6 +155,11 @@ class TokenStore(IndexedTokens):
     def num_tokens(self) -> int:
         """Of all documents, each one's end-of-text included."""
         return len(self.tokens)
+
+
+def read_digests(prefix: Path | str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the keys and the checks of a store, (num_documents,) uint64 each."""
+    return np.fromfile(f"{prefix}.keys", "<u8"), np.fromfile(f"{prefix}.checks", "<u8")
 
 
 def write_store(

@@ -3,12 +3,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from preparing import WORKER, contents, quiet, work
 
-from data_pipeline import plan, sharding, token_sources
+from data_pipeline import plan, sharding, shards, token_sources
 from data_pipeline.dataset import TokenData
 from data_pipeline.preparation import is_prepared, prepare
 from tfbig.config import PrepareConfig
@@ -126,3 +127,13 @@ def test_a_folder_half_done_by_other_rules_of_cutting_ends_alike(tmp_path, data_
             prepare(config, quiet)
     assert len(list((tmp_path / "data" / "tokens").iterdir())) == 1
     assert contents(prepare(config, quiet)) == expected
+
+
+def test_what_was_being_written_is_in_the_way_of_no_other_options(prepare_config, monkeypatch):
+    config = dataclasses.replace(prepare_config, workers=1)
+    with monkeypatch.context() as killed:
+        killed.setattr(shards.ShardWriter, "close", lambda self, source: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(config, quiet)
+    assert list((Path(config.data) / "work").glob("shard-*.tmp-*"))
+    assert is_prepared(prepare(dataclasses.replace(config, sequence_length=8), quiet))
