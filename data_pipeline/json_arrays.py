@@ -1,21 +1,15 @@
 """Arrays in .json files, element by element: nobody holds all of one, and it is cut between two."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from data_pipeline.documents import BadRecord, parse_json
 from tfbig.errors import UserError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _WHITE_SPACE = b" \t\r\n"  # of JSON
-_QUOTE, _OPEN, _CLOSE, _COMMA = 1, 2, 3, 4
-_KINDS = bytearray(256)
-for _kind, _characters in ((_QUOTE, b'"'), (_OPEN, b"[{"), (_CLOSE, b"]}"), (_COMMA, b",")):
-    for _character in _characters:
-        _KINDS[_character] = _kind
-_KIND_OF_BYTE = bytes(_KINDS)
+_STRUCTURE = re.compile(rb"[\[{\]},]")
 
 
 class _CommaFinder:
@@ -42,18 +36,20 @@ class _CommaFinder:
         plain = b"_" + chunk[1:] if self._is_escaped else chunk
         plain = plain.replace(rb"\\", b"__").replace(rb"\"", b"__")
         self._is_escaped = plain.endswith(b"\\")
-        kinds = np.frombuffer(plain.translate(_KIND_OF_BYTE), np.uint8)
-        places = np.flatnonzero(kinds)
-        if not len(places):
-            return []
-        kinds = kinds[places]
-        in_string = (np.cumsum(kinds == _QUOTE) + self._in_string) % 2
-        self._in_string = int(in_string[-1])
-        places, kinds = places[in_string == 0], kinds[in_string == 0]
-        depths = self._depth + np.cumsum((kinds == _OPEN) - 1 * (kinds == _CLOSE))
-        if len(depths):
-            self._depth = int(depths[-1])
-        return (places[(kinds == _COMMA) & (depths == 1)] + 1).tolist()
+        found: list[int] = []
+        start = 0
+        stretches = plain.split(b'"')  # by turns outside of strings and, nearly all bytes, in them
+        for number, stretch in enumerate(stretches, self._in_string):
+            if number % 2 == 0:
+                for match in _STRUCTURE.finditer(stretch):
+                    if match[0] == b",":
+                        if self._depth == 1:
+                            found.append(start + match.end())
+                    else:
+                        self._depth += 1 if match[0] in b"[{" else -1
+            start += len(stretch) + 1
+        self._in_string = (self._in_string + len(stretches) - 1) % 2
+        return found
 
 
 def begins_an_array(chunks: Iterator[bytes]) -> bool:
