@@ -45,26 +45,34 @@ def test_what_is_in_flight_counts(tmp_path):
     assert progress.bytes_done(SIZES, work) == SIZES["a"] + 750_000_000
 
 
+SHOWN = ("reading text for the tokenizer", "finding duplicates", "ordering documents")
+
+
 @pytest.mark.parametrize("near", [0.0, 0.8])
 def test_the_stages_of_one_process_show_what_they_read(prepare_config, monkeypatch, near):
     """All of what is said to be read when they end: the bar reaches its end, and not before."""
     if near:
         pytest.importorskip("rensa")
         monkeypatch.setattr(near_duplicates, "_BATCH_TOKENS", 200)
-    seen, original = {}, stages.shown
+    seen, said, original = {}, [], stages.shown
+
+    def is_said(what):
+        return any(text.startswith(f"  {what}: ") for text in said)
 
     @contextlib.contextmanager
     def shown(what, sizes, work, say):
         with original(what, sizes, work, say):
             yield
+            deadline = time.monotonic() + 10  # stages this small may end before the first line
+            while what in SHOWN and not is_said(what) and time.monotonic() < deadline:
+                time.sleep(0.001)
         seen[what] = (work.progress, [*sizes.values()])
 
     monkeypatch.setattr(stages, "shown", shown)
     monkeypatch.setattr(progress, "_SAY_EVERY", 0.0005)
-    said = []
     config = dataclasses.replace(prepare_config, remove_duplicates=True, near_duplicates=near)
     prepare(config, said.append)
-    for what in ("reading text for the tokenizer", "finding duplicates", "ordering documents"):
+    for what in SHOWN:
         found, sizes = seen[what]
         assert found in sizes and min(sizes) > 0  # of the last item
-        assert any(text.startswith(f"  {what}: ") for text in said)
+        assert is_said(what)
