@@ -108,12 +108,16 @@ def test_curl_as_the_documentation_has_it(run_dir):
                 b"Content-Type: application/json\r\nExpect: 100-continue\r\n\r\n"
             )
             assert b" 100 " in slow.recv(4096), "the body is awaited"
+            with socket.create_connection((host, int(port)), timeout=60) as other:
+                other.sendall(b"no HTTP\r\n\r\n")
+                assert b" 400 " in other.recv(4096).splitlines()[0]
             server.send_signal(signal.SIGTERM)
             start = time.monotonic()
             assert b" 503 " in slow.recv(4096).splitlines()[0]
             assert server.wait(60) == 0 and time.monotonic() - start < 30
         log = server.stderr.read()
         assert '"event":"stop"' in log and "Traceback" not in log
+        assert '"event":"refused","status":400' in log and "Invalid HTTP" not in log
 
 
 def test_a_signal_as_soon_as_it_serves(run_dir):

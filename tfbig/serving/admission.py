@@ -72,8 +72,8 @@ def check_crowd(request: Request) -> None:
     if count is not None:
         raise RequestError(
             f"{count} connections are open: try again in 1 s.",
-            503,
-            "api_error",
+            429,
+            "rate_limit_error",
             code="too_many_connections",
             headers={"Retry-After": "1", "Connection": "close"},
         )

@@ -5,6 +5,7 @@ how long an answer may lie unread; and it refuses what is no HTTP in plain text.
 """
 
 import asyncio
+import logging
 from typing import Any
 
 import h11
@@ -12,6 +13,7 @@ import orjson
 import uvicorn
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from tfbig.serving.access_log import log
 from tfbig.serving.errors import RequestError
 
 # Beyond this many times the limit there is not even an answer that says so.
@@ -23,7 +25,7 @@ class ConnectionConfig(uvicorn.Config):
 
     Args:
       app: that answers.
-      max_connections: whose requests are answered; those of others get 503.
+      max_connections: whose requests are answered; those of others get 429.
       head_seconds: in which a request's head must have arrived, and an answer been read once it is
         whole.
       settings: uvicorn's own.
@@ -42,6 +44,12 @@ class ConnectionConfig(uvicorn.Config):
             server_header=False,
             **settings,
         )
+        # Of what is no HTTP uvicorn writes a line of its own, which is no JSON, beside ours.
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return record.msg != "Invalid HTTP request received."
 
 
 class Connection(H11Protocol):
@@ -110,6 +118,7 @@ class Connection(H11Protocol):
 
     def _refuse(self, error: RequestError) -> None:
         """Answers without the application, and closes."""
+        log("refused", status=error.status, error=error.message)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = orjson.dumps(error.body())
             headers = [
