@@ -40,16 +40,22 @@ class ConnectionConfig(uvicorn.Config):
             http=Connection,
             lifespan="on",
             log_level="warning",
+            log_config=None,
             access_log=False,
             server_header=False,
             **settings,
         )
-        # Of what is no HTTP uvicorn writes a line of its own, which is no JSON, beside ours.
-        logging.getLogger("uvicorn.error").addFilter(_is_news)
+        logger = logging.getLogger("uvicorn")
+        logger.handlers, logger.propagate = [_Log()], False
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    return record.msg != "Invalid HTTP request received."
+class _Log(logging.Handler):
+    """Writes uvicorn's own messages as lines like all others."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a message, but for that of a request which `Connection` refuses."""
+        if record.msg != "Invalid HTTP request received.":
+            log("server", level=record.levelname.lower(), message=record.getMessage())
 
 
 class Connection(H11Protocol):
