@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.memory import HANDS_BACK
+from benchmarks.held_memory import HANDS_BACK
 from tests.distributed.launch import run
 
 WORKER = "tests/distributed/resharding_worker.py"
