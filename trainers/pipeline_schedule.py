@@ -55,9 +55,8 @@ def compute_order(
     # the same waves, so the widest rank's need decides.
     if limit >= num_microbatches:
         return _wave(schedule, num_ranks, rank, num_microbatches, num_chunks)
-    orders = [_wave(schedule, num_ranks, r, num_microbatches, num_chunks) for r in range(num_ranks)]
-    if limit >= max(map(microbatches_in_flight, orders)):
-        return orders[rank]
+    if limit >= _widest(schedule, num_ranks, num_microbatches, num_chunks):
+        return _wave(schedule, num_ranks, rank, num_microbatches, num_chunks)
     order = []
     for first in range(0, num_microbatches, limit):
         count = min(limit, num_microbatches - first)
@@ -66,9 +65,18 @@ def compute_order(
     return order
 
 
+@functools.lru_cache(maxsize=64)  # all ranks ask the same
+def _widest(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> int:
+    """Returns the microbatches in flight of the rank that has most, without a limit."""
+    return max(
+        microbatches_in_flight(_wave(schedule, num_ranks, rank, num_microbatches, num_chunks))
+        for rank in range(num_ranks)
+    )
+
+
 def forward_order(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> list[Work]:
     """Returns what every pipeline rank computes when there is no backward pass."""
-    return _passes(num_microbatches, num_chunks, num_ranks)[0]
+    return list(_passes(num_microbatches, num_chunks, num_ranks)[0])
 
 
 def microbatches_in_flight(order: Sequence[Work], chunk: int | None = None) -> int:
@@ -132,14 +140,26 @@ def stages_in_flight(
     >>> stages_in_flight("1f1b", 4, 1000)
     (4, 3, 2, 1)
     """
-    if schedule != "simple" and not active_microbatches:
-        # Once the pipeline is full it repeats itself after each p microbatches.
-        num_microbatches = min(num_microbatches, 3 * num_ranks + num_microbatches % num_ranks)
+    if schedule != "simple" or active_microbatches:
+        num_microbatches = enough(num_ranks, num_microbatches, active_microbatches)
     orders = all_orders(schedule, num_ranks, num_microbatches, num_chunks, active_microbatches)
-    return tuple(
-        microbatches_in_flight(orders[stage % num_ranks], stage // num_ranks)
-        for stage in range(num_ranks * num_chunks)
-    )
+    held: list[int] = [0] * (num_ranks * num_chunks)
+    for rank, order in enumerate(orders):
+        parts: list[list[Work]] = [[] for _ in range(num_chunks)]
+        for work in order:
+            parts[work.chunk].append(work)
+        for chunk, part in enumerate(parts):
+            held[chunk * num_ranks + rank] = microbatches_in_flight(part)
+    return tuple(held)
+
+
+def enough(num_ranks: int, num_microbatches: int, active_microbatches: int) -> int:
+    """Returns with how many microbatches as many are in flight as with all.
+
+    Once the pipeline is full it repeats itself after each p microbatches, or after each wave.
+    """
+    period = active_microbatches or num_ranks
+    return min(num_microbatches, 3 * max(num_ranks, period) + num_microbatches % period)
 
 
 def bubble_fraction(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> float:
@@ -160,7 +180,7 @@ def _wave(
 ) -> list[Work]:
     if schedule == "simple":
         forwards, backwards = _passes(num_microbatches, 1, num_microbatches)
-        return forwards + backwards
+        return [*forwards, *backwards]
     # Interleaving wants groups of p microbatches. A group that isn't full is made so with
     # microbatches that don't exist, whose work is then left out: what remains keeps its order, so
     # it needs nothing that isn't there before it.
@@ -171,25 +191,29 @@ def _wave(
     return [work for work in order if work.microbatch < num_microbatches]
 
 
-def _passes(num_microbatches: int, num_chunks: int, group: int) -> tuple[list[Work], list[Work]]:
+@functools.lru_cache(maxsize=16)  # all ranks go through the same
+def _passes(
+    num_microbatches: int, num_chunks: int, group: int
+) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
     """Returns all forwards and all backwards of a rank, each in its order.
 
     Microbatches go through the chunks in groups, so that a group comes back to chunk 1 when the
     last rank has finished chunk 0.
     """
-    forwards, backwards = [], []
+    forwards: list[Work] = []
+    backwards: list[Work] = []
     for first in range(0, num_microbatches, group):
         part = range(first, min(first + group, num_microbatches))
         for chunk in range(num_chunks):
             forwards += [Work("forward", chunk, index) for index in part]
         for chunk in reversed(range(num_chunks)):
             backwards += [Work("backward", chunk, index) for index in part]
-    return forwards, backwards
+    return tuple(forwards), tuple(backwards)
 
 
-def _alternate(forwards: list[Work], backwards: list[Work], num_warmup: int) -> list[Work]:
+def _alternate(forwards: Sequence[Work], backwards: Sequence[Work], num_warmup: int) -> list[Work]:
     """Returns some forwards first, then one forward and one backward in turn, then the rest."""
     order = list(forwards[:num_warmup])
     for index, work in enumerate(forwards[num_warmup:]):
         order += [work, backwards[index]]
-    return order + backwards[len(forwards) - num_warmup :]
+    return [*order, *backwards[len(forwards) - num_warmup :]]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfbig.errors import UserError
+from tfbig.planner.closed_form import RoughTimes
 from tfbig.planner.layout import Plan, Request, check_layout, make_plan, sharding_flags
-from tfbig.planner.search import RoughTimes, roughly
+from tfbig.planner.rough_memory import RoughMemory
 from trainers import check_strategy
 
 Fields = Mapping[str, Any]  # of a config
@@ -99,12 +100,12 @@ def _fitting(
     rough: RoughTimes,
 ) -> Iterator[tuple[float, frozenset[int], Request]]:
     """Yields (rough seconds, which changes, the layout) of so many changes that roughly fit."""
-    capacity = request.cluster.device.memory_bytes
+    capacity, memory = request.cluster.device.memory_bytes, RoughMemory()
     for chosen in map(frozenset, itertools.combinations(range(len(single)), size)):
         if any(fewer <= chosen for fewer in known):
             continue  # what fits with fewer changes is no news with more
         changed = _apply(request, [single[index] for index in sorted(chosen)])
-        if changed is not None and roughly(changed) <= 1.1 * capacity:
+        if changed is not None and memory.need(changed).device <= 1.1 * capacity:
             yield rough.seconds(changed), chosen, changed
 
 

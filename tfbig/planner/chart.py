@@ -1,5 +1,6 @@
 """Step time against devices, strong and weak scaling, with the memory wall; one HTML file."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +10,9 @@ from typing import Any
 
 from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
-from tfbig.planner.layout import Plan, Request, make_plan
+from tfbig.planner.layout import Plan, Request
 from tfbig.planner.report import layout_line
-from tfbig.planner.search import candidates, layouts, lean_bytes
+from tfbig.planner.search import best_plans, least_bytes
 
 MOST_DEVICES = 16_384
 _TRIED = 5  # layouts simulated a point
@@ -60,17 +61,10 @@ def scaling(request: Request, counts: Sequence[int], weak: bool) -> list[Point]:
 
 
 def _point(request: Request) -> Point:
-    plans = []
-    for candidate in candidates(request)[:_TRIED]:
-        try:
-            plan = make_plan(candidate.request)
-        except UserError:
-            continue
-        if plan.fits:
-            plans.append(plan)
-    best = min(plans, key=lambda plan: plan.step.total, default=None)
-    lean = (need for layout in layouts(request) for need in lean_bytes(layout))
-    least = min(lean, default=float("inf"))
+    best: Plan | None = None
+    with contextlib.suppress(UserError):  # nothing fits
+        best = best_plans(request, show=1, simulated=_TRIED)[0][0]
+    least = least_bytes(request)
     return Point(request.cluster.num_devices, best, least)
 
 

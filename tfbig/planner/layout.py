@@ -197,12 +197,33 @@ def make_plan(request: Request, check: bool = True) -> Plan:
     """
     if check:
         check_layout(request)
-    config, options = request.config, request.options
-    partition = choose_partition(
-        config, request.microbatch_size, options.activation_checkpointing, request.data_size
+    return _timed(request, *_memory(request))
+
+
+def plan_if_it_fits(request: Request) -> Plan | None:
+    """Returns what is predicted of a layout that train takes; None where its devices are too small.
+
+    Its step is not timed then, which takes longer than to count its memory.
+    """
+    partition, memory = _memory(request)
+    if peak(memory).total > request.cluster.device.memory_bytes:
+        return None
+    plan = _timed(request, partition, memory)
+    return plan if plan.fits else None
+
+
+def _memory(request: Request) -> tuple[Partition, tuple[RankMemory, ...]]:
+    config, options, size = request.config, request.options, request.data_size
+    recompute, overhead = (
+        options.activation_checkpointing,
+        request.software.overhead(request.cluster),
     )
-    overhead = request.software.overhead(request.cluster)
-    memory = predict_memory(config, request.data_size, options, overhead, partition)
-    step = StepModel(config, request.cluster, options, request.software, partition).predict()
-    money = economics(config, request.cluster, step.total, request.tokens, request.constants)
-    return Plan(request, partition, tuple(memory), step, money)
+    partition = choose_partition(config, request.microbatch_size, recompute, size)
+    return partition, tuple(predict_memory(config, size, options, overhead, partition))
+
+
+def _timed(request: Request, partition: Partition, memory: tuple[RankMemory, ...]) -> Plan:
+    config, cluster = request.config, request.cluster
+    step = StepModel(config, cluster, request.options, request.software, partition).predict()
+    money = economics(config, cluster, step.total, request.tokens, request.constants)
+    return Plan(request, partition, memory, step, money)

@@ -27,7 +27,7 @@ from trainers.activations import (
     own_vocabulary,
 )
 from trainers.partition import Partition, Stage, choose_partition, counts_of
-from trainers.pipeline_schedule import all_orders
+from trainers.pipeline_schedule import all_orders, enough
 from trainers.state_bytes import HAVE_TOTALS, NOTHING, Counts, StateBytes, own_state, rank_counts
 from trainers.validate import gradient_reduction, num_chunks
 
@@ -187,43 +187,73 @@ class Accounting:
 
     def parts(self, counts: Counts, stages: Stages) -> RankMemory:
         """Returns the parts of a rank with such parameters and stages."""
+        last = self.num_stages - 1
+        is_last = any(index == last for index, _ in stages)
+        is_end = is_last or any(index == 0 for index, _ in stages)
+        entered = sum(stage.in_flight for index, stage in stages if index == 0)
+        state, kept = self.state_parts(counts, is_end)
+        held = blocks_in_flight(self.config, stages)
+        passes, waiting = self.pass_parts(held, entered, is_last)
+        tensors = state | passes
+        tensors["workspace"] += self.overhead.allocator * sum(tensors.values())
+        return RankMemory(context=self.overhead.context, host=kept + waiting, **tensors)
+
+    def state_parts(self, counts: Counts, is_end: bool) -> tuple[dict[str, float], float]:
+        """Returns what does not depend on the microbatches in flight, and the host's bytes.
+
+        Args:
+          counts: parameters of the rank.
+          is_end: whether it holds the first or the last stage.
+        """
         options, state, level = self.options, self.state, self.options.sharding_level
         shares = [self.data if level >= stage else 1 for stage in (1, 2, 3)]
         weights = state.weights(counts) / shares[2]
         optimizer = state.optimizer * counts.trained / shares[0]
-        passing = self._unit(stages, counts).trained if level >= 2 else counts.trained
-        gradients = state.gradient * counts.trained / shares[1] + state.passing * passing
-        activations, host = self._activations(stages)
+        unit = self._unit(is_end, counts) if level >= 2 else counts
+        gradients = state.gradient * counts.trained / shares[1] + state.passing * unit.trained
+        host = 0.0
         if options.offload_optimizer_state:
-            host, optimizer = host + optimizer, 0.0
+            host, optimizer = optimizer, 0.0
             if level == 3:  # the exact weights lie with the slots
                 host, weights = host + weights, 0.0
-        is_last = any(index == self.num_stages - 1 for index, _ in stages)
+        buffers = self._buffers(counts, unit) + self.overhead.buffers
+        buffers += self.overhead.communicator * self._num_communicators()
         tensors = {
             "weights": weights,
             "gradients": gradients,
             "optimizer": optimizer,
-            "activations": activations,
+            "buffers": buffers,
+        }
+        return tensors, host
+
+    def pass_parts(
+        self, held: float, entered: float, is_last: bool
+    ) -> tuple[dict[str, float], float]:
+        """Returns what passes hold, and their bytes on the host.
+
+        Args:
+          held: pairs of a block and a microbatch in flight.
+          entered: microbatches in flight of the first stage; 0 on other ranks.
+          is_last: whether the rank has the head.
+        """
+        device, host = self._activations(held, entered)
+        tensors = {
+            "activations": device,
             "logits": self._logits() if is_last else 0.0,
-            "buffers": self._buffers(counts, stages),
             "workspace": self._workspace(),
         }
-        tensors["buffers"] += self.overhead.communicator * self._num_communicators()
-        tensors["buffers"] += self.overhead.buffers
-        tensors["workspace"] += self.overhead.allocator * sum(tensors.values())
-        return RankMemory(context=self.overhead.context, host=host, **tensors)
+        return tensors, host
 
-    def _activations(self, stages: Stages) -> tuple[float, float]:
+    def _activations(self, held: float, entered: float) -> tuple[float, float]:
         """Returns (bytes on the device, bytes on the host) of all microbatches in flight."""
         recompute = self.options.activation_checkpointing
         per_block = self.block(self.config, self.rows, recompute)
-        device, host = blocks_in_flight(self.config, stages) * per_block, 0.0
+        device, host = held * per_block, 0.0
         if self.options.offload_activations and group_size(recompute):
             loaded = min(device, per_block * self.options.layers_loaded)
             device, host = loaded, device - loaded
-        for index, stage in stages:
-            if self.options.kernels == "fused" and index == 0:
-                device += fused_embedding_bytes(self.config, self.rows) * stage.in_flight
+        if self.options.kernels == "fused":
+            device += fused_embedding_bytes(self.config, self.rows) * entered
         # A stage's own inputs and outputs on their way between ranks.
         if self.num_stages > 1:
             device += 2 * input_bytes(self.config, self.rows)
@@ -247,17 +277,17 @@ class Accounting:
         parallel = self.config.parallel
         return parallel.strategy != "pipeline" and parallel.precision != "float16"
 
-    def _unit(self, stages: Stages, counts: Counts) -> Counts:
+    def _unit(self, is_end: bool, counts: Counts) -> Counts:
         """Returns the parameters of the largest of the units that are gathered one by one."""
         config = self.config
         count = functools.partial(rank_counts, config.model, (), self.tensor)
         unit = max(1, group_size(self.options.activation_checkpointing))
         largest = NOTHING.plus(count((0, 1), False, False), min(unit, config.model.num_layers))
-        if any(index in (0, self.num_stages - 1) for index, _ in stages):
+        if is_end:
             largest = max(largest, count((0, 0), True, False))
         return largest._replace(trained=min(largest.trained, counts.trained))
 
-    def _buffers(self, counts: Counts, stages: Stages) -> float:
+    def _buffers(self, counts: Counts, unit: Counts) -> float:
         """Returns flat gradient buckets, and gathered weights where these are sharded."""
         if self.data == 1:
             return 0.0
@@ -274,7 +304,7 @@ class Accounting:
             return (2 + self.overhead.copies) * bucket
         # A unit's flat gradients and those of the one before; of weights, what is in use, and what
         # arrives in one piece and is then cut.
-        unit, times = self._unit(stages, counts), 2 + self.overhead.copies
+        times = 2 + self.overhead.copies
         gathered = (state.gathered * times + self.element) * unit.total
         return state.summed * times * unit.trained + (gathered if level == 3 else 0.0)
 
@@ -326,10 +356,8 @@ def blocks_in_flight(config: Config, stages: Stages) -> int:
     blocks = [stage.block_range[1] - stage.block_range[0] for _, stage in stages]
     if len(stages) == 1:
         return blocks[0] * stages[0][1].in_flight
-    ranks, microbatches = parallel.pipeline_parallel_degree, parallel.microbatches
-    if not parallel.active_microbatches:
-        # Once the pipeline is full it repeats itself after each p microbatches.
-        microbatches = min(microbatches, 3 * ranks + microbatches % ranks)
+    ranks = parallel.pipeline_parallel_degree
+    microbatches = enough(ranks, parallel.microbatches, parallel.active_microbatches)
     orders = all_orders(
         parallel.pipeline, ranks, microbatches, len(stages), parallel.active_microbatches
     )

@@ -63,6 +63,24 @@ def _shapes(
     num_ranks: int, size: int, stride: int, per_node: int
 ) -> set[tuple[tuple[int, ...], int]]:
     """Returns (ranks on each node, lines that share the fullest one's cards) of any lines."""
+    period = math.lcm(stride, per_node)
+    repeats, rest = divmod(size * stride, period)
+    if repeats > 1 and not rest:  # along each line nodes repeat themselves
+        begun = _counted(period, period // stride, stride, per_node)
+        return {(on_node * repeats, sharing) for on_node, sharing in begun}
+    return _counted(_first(num_ranks, size * stride, per_node), size, stride, per_node)
+
+
+def _first(num_ranks: int, block: int, per_node: int) -> int:
+    """Returns the ranks after which blocks of them lie on nodes as the first ones do."""
+    period = math.lcm(block, per_node)
+    return num_ranks if num_ranks % period else period
+
+
+def _counted(
+    num_ranks: int, size: int, stride: int, per_node: int
+) -> set[tuple[tuple[int, ...], int]]:
+    """Returns the same by counting each rank."""
     places = [
         collections.Counter(r // per_node for r in range(begin, begin + size * stride, stride))
         for first in range(0, num_ranks, size * stride)
@@ -114,14 +132,27 @@ def neighbours(cluster: Cluster, mesh: Mesh) -> Line:
     link = cluster.device.link_bandwidth * cluster.link_fraction
     if size == 1:
         return Line(1, 1, math.inf, 0.0)
-    # Of a node's ranks, those that face another node share its cards.
-    per_node = cluster.devices_per_node
-    facing = collections.Counter(
-        rank // per_node
-        for rank in range(mesh.size)
-        if rank // stride % size + 1 < size and rank // per_node != (rank + stride) // per_node
-    )
+    facing = _facing(mesh.size, size, stride, cluster.devices_per_node)
     if not facing:
         return Line(2, 1, link, cluster.link_latency)
-    network = cluster.network_bandwidth * cluster.network_fraction / max(facing.values())
+    network = cluster.network_bandwidth * cluster.network_fraction / facing
     return Line(2, 2, min(link, network), cluster.network_latency)
+
+
+def _facing(num_ranks: int, size: int, stride: int, per_node: int) -> int:
+    """Returns the most ranks of one node whose next rank along a line is on another one.
+
+    These share the node's cards. Places that repeat themselves from node to node are not counted.
+    """
+    if per_node % (size * stride) == 0:
+        return 0
+    if stride % per_node == 0:
+        return per_node
+    if per_node % stride == 0 and size * stride % per_node == 0:
+        return stride
+    facing = collections.Counter(
+        rank // per_node
+        for rank in range(_first(num_ranks, size * stride, per_node))
+        if rank // stride % size + 1 < size and rank // per_node != (rank + stride) // per_node
+    )
+    return max(facing.values(), default=0)

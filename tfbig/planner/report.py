@@ -11,6 +11,7 @@ from tfbig.planner.cluster import Cluster
 from tfbig.planner.flops import conventions, tokens_per_step
 from tfbig.planner.layout import Plan, Request
 from tfbig.planner.memory import RankMemory, first_middle_last
+from trainers.mesh import AXES, placement_order
 
 PARTS = {
     "weights": "weights",
@@ -76,6 +77,11 @@ def layout_line(request: Request) -> str:
         parts.append(f"ZeRO {options.sharding_level}")
     if options.activation_checkpointing != "none":
         parts.append(f"recomputes {options.activation_checkpointing}")
+    if parallel.active_microbatches:
+        count = parallel.active_microbatches
+        parts.append(f"at most {count} microbatch{'es' if count > 1 else ''} in flight")
+    if request.cluster.num_nodes > 1 and parallel.placement_strategy != "cluster":
+        parts.append(f"ranks placed {placement_order(parallel.placement_strategy)}")
     if options.offload_activations:
         parts.append("activations wait on the host")
     if options.offload_optimizer_state:
@@ -248,7 +254,7 @@ def memory_dict(rank: RankMemory) -> dict[str, float]:
 def ranking(plans: Sequence[Plan], looked_at: int) -> str:
     """Returns the best layouts as a table, why the first one wins, and what limits it."""
     lines = [
-        f"{looked_at:,} layouts fit by the closed formula; the best, simulated:",
+        f"{looked_at:,} meshes with sizes of microbatches weighed; the best layouts, simulated:",
         "    data pipe tensor  micro     schedule   seq  ZeRO  recompute     s/step    MFU     GB",
     ]
     for number, plan in enumerate(plans, start=1):
@@ -264,9 +270,21 @@ def ranking(plans: Sequence[Plan], looked_at: int) -> str:
             f"  {parallel.microbatches:4d}x{request.microbatch_size:<3d} {schedule:>13}"
             f"  {'yes' if parallel.sequence_parallel else 'no':>4}  {options.sharding_level:4d}"
             f"  {options.activation_checkpointing:>9} {plan.step.total:10,.3f} {plan.mfu:6.1%}"
-            f" {plan.peak_bytes / 1e9:6,.1f}"
+            f" {plan.peak_bytes / 1e9:6,.1f}{_besides(request)}"
         )
     return "\n".join([*lines, "", why(plans), limit(plans[0])])
+
+
+def _besides(request: Request) -> str:
+    """Returns, in a row's last column, what only some layouts do."""
+    parallel, options = request.config.parallel, request.options
+    words = []
+    if request.cluster.num_nodes > 1 and parallel.placement_strategy != "cluster":
+        words.append(placement_order(parallel.placement_strategy))
+    words += ["offloads activations"] if options.offload_activations else []
+    words += ["offloads state"] if options.offload_optimizer_state else []
+    words += [f"active {parallel.active_microbatches}"] if parallel.active_microbatches else []
+    return f"  {', '.join(words)}" if words else ""
 
 
 def why(plans: Sequence[Plan]) -> str:
@@ -306,6 +324,31 @@ def limit(plan: Plan) -> str:
     )
 
 
+def choices(request: Request) -> str:
+    """Returns what a layout does for speed and memory, each with the flag's value."""
+    parallel, options = request.config.parallel, request.options
+    moved = [
+        name
+        for name, is_moved in (
+            ("activations", options.offload_activations),
+            ("optimizer state", options.offload_optimizer_state),
+        )
+        if is_moved
+    ]
+    active = parallel.active_microbatches
+    limit = f"{active} microbatch{'es' if active > 1 else ''}" if active else "the schedule's"
+    order = placement_order(parallel.placement_strategy)
+    return "; ".join(
+        [
+            f"ranks placed {order}, of which those along {AXES[order[-1]]} are neighbours",
+            f"recomputation {options.activation_checkpointing}",
+            f"ZeRO level {options.sharding_level}",
+            f"to the host: {' and '.join(moved) or 'nothing'}",
+            f"microbatches in flight: {limit}",
+        ]
+    )
+
+
 def explanation(plan: Plan) -> str:
     """Returns where each number of a plan comes from."""
     request = plan.request
@@ -316,6 +359,7 @@ def explanation(plan: Plan) -> str:
     flops = conventions(request.config)
     return "\n".join(
         [
+            f"what was chosen: {choices(request)}",
             "where the numbers come from",
             f"  device: {device.peak_flops(precision) / 1e12:,.1f} TFLOP/s {precision},"
             f" {device.memory_bandwidth / 1e9:,.0f} GB/s, {device.memory_bytes / 1e9:,.1f} GB"

@@ -315,8 +315,11 @@ class StepModel:
         if level == 0:
             comm, after = self._line.all_reduce(parameters * self._state.summed), 0.0
         else:
-            comm = self._line.all_gather(parameters * self._state.summed)
+            # At level 2 each microbatch's gradients are summed anew (trainers/sharded_step.py).
+            times = self._microbatches if level == 2 else 1
+            comm = times * self._line.all_gather(parameters * self._state.summed)
             after = self._line.all_gather(parameters * self._state.gathered)
+            backward *= times
         hidden = min(comm, 0.9 * backward) if software.overlaps_data else 0.0
         return comm - hidden + after + tied, hidden, 0.0
 
