@@ -65,7 +65,7 @@ def served_by_ranks(
         said = []
         for line in job.stdout:
             said.append(line)
-            if found := re.search(r"serving first at (http://127.0.0.1:\d+) ", line):
+            if found := re.search(r"serving \S+ at (http://127.0.0.1:\d+) ", line):
                 break
         else:
             raise AssertionError("".join(said))
