@@ -65,6 +65,7 @@ def train(fields: dict) -> dict:
       parameters; before: bytes held before the trainer was made; resting and peak: beyond those.
     """
     import trainers
+    from benchmarks.random_batch import make_batch
     from tfbig.config import Config, count_parameters, replace_fields
 
     config = replace_fields(Config(), fields)
@@ -72,7 +73,8 @@ def train(fields: dict) -> dict:
     before = held.now()
     trainer = trainers.trainer_class(config.parallel.strategy)(config)
     trainer.build()
-    batch = make_batch(config, config.run.global_batch // trainer.data_size)
+    rows = config.run.global_batch // trainer.data_size
+    batch = make_batch(rows, config.data.sequence_length, config.model.vocab_size)
     trainer.train_step(batch, 0, 1e-3, 0.0, 0).loss_sum.numpy()  # traces
     resting = held.now()
     held.reset()
@@ -83,21 +85,6 @@ def train(fields: dict) -> dict:
     trainer.barrier(600)
     trainer.close()
     return saw
-
-
-def make_batch(config, rows: int) -> dict:
-    """Returns a batch of random tokens."""
-    import numpy as np
-    import tensorflow as tf
-
-    length, vocab_size = config.data.sequence_length, config.model.vocab_size
-    tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, length + 1), np.int32)
-    return {
-        "tokens": tf.constant(tokens),
-        "sample_index": tf.range(rows, dtype=tf.int64),
-        "source_index": tf.zeros([rows], tf.int32),
-        "loss_mask": tf.ones([rows, length], tf.uint8),
-    }
 
 
 def measure(fields: dict, num_processes: int) -> dict:

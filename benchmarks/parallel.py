@@ -35,20 +35,6 @@ def pin_to_one_core() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def make_batch(rows: int, length: int, vocab_size: int) -> dict:
-    """Returns a batch of random tokens."""
-    import numpy as np
-    import tensorflow as tf
-
-    tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, length + 1), np.int32)
-    return {
-        "tokens": tf.constant(tokens),
-        "sample_index": tf.range(rows, dtype=tf.int64),
-        "source_index": tf.zeros([rows], tf.int32),
-        "loss_mask": tf.ones([rows, length], tf.uint8),
-    }
-
-
 def timed(trainer, batch: dict, step: int) -> float:
     """Returns the seconds of one training step."""
     start = time.perf_counter()
@@ -58,6 +44,7 @@ def timed(trainer, batch: dict, step: int) -> float:
 
 def measure_two_stages(quick: bool) -> None:
     """Times two stages and, on rank 0, one core alone; prints the medians as JSON."""
+    from benchmarks.random_batch import make_batch
     from tfbig.config import Config, replace_fields
     from trainers.pipeline import PipelineTrainer
     from trainers.single import SingleTrainer

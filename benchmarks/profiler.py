@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.random_batch import make_batch
 from benchmarks.synthetic_run import SyntheticRun
 
 _BLOCK = 3  # steps with, then as many without: the machine drifts less between
@@ -24,8 +23,6 @@ _BLOCK = 3  # steps with, then as many without: the machine drifts less between
 
 def make_step() -> Callable[[int], Any]:
     """Returns a function that trains the CPU preset by one step and returns its spans."""
-    import tensorflow as tf
-
     from tfbig import presets
     from tfbig.config import replace_fields
     from tfbig.step_spans import StepSpans
@@ -34,14 +31,7 @@ def make_step() -> Callable[[int], Any]:
     config = replace_fields(presets.preset("gpt_tiny"), {"num_threads": 1})
     trainer = trainer_class("single")(config)
     trainer.build(True, 1, config.model.vocab_size)
-    rows, length = config.run.global_batch, config.data.sequence_length
-    rng = np.random.default_rng(0)
-    batch = {
-        "tokens": tf.constant(rng.integers(0, 100, [rows, length + 1]), tf.int32),
-        "sample_index": tf.range(rows, dtype=tf.int64),
-        "source_index": tf.zeros([rows], tf.int32),
-        "loss_mask": tf.ones([rows, length], tf.uint8),
-    }
+    batch = make_batch(config.run.global_batch, config.data.sequence_length, vocab_size=100)
 
     def step(number: int) -> StepSpans:
         start, begin = time.perf_counter(), time.time()

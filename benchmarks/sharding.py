@@ -58,22 +58,16 @@ def worker(quick: bool) -> None:
     from tfbig.command import quiet_tensorflow
 
     quiet_tensorflow()
-    import numpy as np
     import tensorflow as tf
 
+    from benchmarks.random_batch import make_batch
     from tfbig.train import config_from
     from trainers.by_sharding import horovod_trainer
 
     gpu = bool(tf.config.list_physical_devices("GPU")) and not quick
     shape = SHAPES["quick" if quick else "gpu" if gpu else "full"]
     length, rows, rounds = shape["max_length"], 4 if quick else 8, 3 if quick else 15
-    tokens = np.random.default_rng(0).integers(0, 4096, (rows, length + 1), np.int32)
-    batch = {
-        "tokens": tf.constant(tokens),
-        "sample_index": tf.range(rows, dtype=tf.int64),
-        "source_index": tf.zeros([rows], tf.int32),
-        "loss_mask": tf.ones([rows, length], tf.uint8),
-    }
+    batch = make_batch(rows, length, vocab_size=4096)
     base = {"strategy": "horovod", "num_heads": 4, "attention": "plain", "num_threads": 1, **shape}
     base["global_batch"] = rows * RANKS
     made = {"plain": horovod_trainer(config_from(base))}

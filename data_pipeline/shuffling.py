@@ -146,14 +146,7 @@ def order_part(
         segments = fit_documents(lengths, config.sequence_length, config.packing == "best_fit")
         columns |= dict(zip(_segment_files(), segments, strict=True))
         num_rows = segments.num_rows
-    temporary = work.temporary(item)
-    temporary.mkdir(exist_ok=True)
-    for name, values in columns.items():
-        with open(temporary / f"{name}.npy", "wb") as file:
-            np.save(file, values)
-            file.flush()
-            os.fsync(file.fileno())
-    commit_folder(temporary, folder / FOLDER / item)
+    _commit(columns, item, folder, work)
     return {
         "documents": len(order),
         "duplicates": num_duplicates,
@@ -165,6 +158,17 @@ def order_part(
         "rows": num_rows,
         "seconds": Clocks.now() - began,
     }
+
+
+def _commit(columns: dict[str, Any], item: str, folder: Path, work: WorkFolder) -> None:
+    temporary = work.temporary(item)
+    temporary.mkdir(exist_ok=True)
+    for name, values in columns.items():
+        with open(temporary / f"{name}.npy", "wb") as file:
+            np.save(file, values)
+            file.flush()
+            os.fsync(file.fileno())
+    commit_folder(temporary, folder / FOLDER / item)
 
 
 def _columns(stores: PartStores, folder: Path, work: WorkFolder) -> tuple[Any, ...]:

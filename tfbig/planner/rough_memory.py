@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 from tfbig.config import Config
 from tfbig.parallel_config import ParallelConfig
+from tfbig.planner.closed_form import Key
 from tfbig.planner.layout import Request
 from tfbig.planner.memory import Accounting
 from trainers.state_bytes import Counts, stage_counts
 from trainers.validate import num_chunks
-
-Key = tuple[object, ...]
 
 
 class Need(NamedTuple):
