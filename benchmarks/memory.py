@@ -49,7 +49,8 @@ OPTIONS = {
     # Narrow copies of the weights are gone by the time all gradients are there.
     "none, bfloat16": Option(BUCKETS | BFLOAT16, (12, 0), (16, 0)),
     "ZeRO-1": Option({"shard_optimizer_state": True}, (4, 8), (8, 8)),
-    "ZeRO-1, bfloat16": Option({"shard_optimizer_state": True} | BFLOAT16, (2, 12), (6, 12)),
+    # Gradients stay narrow until their bucket is summed.
+    "ZeRO-1, bfloat16": Option({"shard_optimizer_state": True} | BFLOAT16, (2, 12), (4, 12)),
     "ZeRO-2": Option({"shard_gradients": True}, (4, 8), (4, 12)),
     "ZeRO-2, bfloat16": Option({"shard_gradients": True} | BFLOAT16, (2, 12), (2, 16)),
     "ZeRO-3": Option({"shard_parameters": True}, (0, 12), (0, 16)),

@@ -106,8 +106,26 @@ class _Both:
           inputs: of the graph, which the backward half has anyway.
         """
         operations = self._graph.get_operations()
-        later = [one for one in operations if one not in self._forward_operations]
+        look_through(operations, self._forward_operations)
+        # Not all that `tf.gradients` made is reached: zeros for unused results read whole tensors.
+        reached = ancestors(gradient.op for gradient in self.gradients) - self._forward_operations
+        later = [one for one in operations if one in reached]
         return tensors_kept(self._graph, self._forward_operations, later, inputs)
+
+
+def look_through(operations: Iterable[tf.Operation], forward: Container[tf.Operation]) -> None:
+    """Has operations read what the forward half's IdentityN get, not what they hand on.
+
+    Each function with a gradient of its own ends in one, over its results and all its arguments; to
+    keep one of these would keep all.
+    """
+    for one in operations:
+        for index, tensor in enumerate(one.inputs):
+            source = tensor
+            while source.op.type == "IdentityN" and source.op in forward:
+                source = source.op.inputs[source.value_index]
+            if source is not tensor:
+                one._update_input(index, source)
 
 
 def tensors_kept(

@@ -97,6 +97,7 @@ class StateBytes:
     Args:
       weight: what passes read, and the variable where that is another; sharded at ZeRO level 3.
       gradient: of a trained one, summed over a step's microbatches; sharded from level 2 on.
+      narrow_gradient: of what passes read in the compute dtype; None where it is `gradient`.
       optimizer: of a trained one, slots, averages and a master copy; sharded from level 1 on.
       passing: a microbatch's gradient before it is added; never sharded, but of one unit only where
         gradients are.
@@ -114,6 +115,7 @@ class StateBytes:
     frozen_weight: float | None = None
     gathered: float = 4.0
     summed: float = 4.0
+    narrow_gradient: float | None = None
 
     def weights(self, counts: Counts) -> float:
         """Returns the bytes of a rank's weights, unsharded."""
@@ -121,6 +123,18 @@ class StateBytes:
         frozen = self.weight if self.frozen_weight is None else self.frozen_weight
         num_wide = counts.total - counts.narrow - counts.frozen_narrow
         return self.weight * counts.narrow + frozen * counts.frozen_narrow + wide * num_wide
+
+    def gradients(self, counts: Counts, data_size: int) -> float:
+        """Returns the bytes of a rank's gradients at the end of backward, not shared by level yet.
+
+        Args:
+          counts: of the rank.
+          data_size: ranks that share what has been summed, where the rest is still narrow.
+        """
+        narrow = self.gradient
+        if self.narrow_gradient is not None:
+            narrow = max(self.narrow_gradient, self.gradient / data_size)
+        return narrow * counts.narrow + self.gradient * (counts.trained - counts.narrow)
 
     def resting(self, counts: Counts, level: int, data_size: int) -> float:
         """Returns what a rank holds from step to step, and the summed gradients.
@@ -131,7 +145,7 @@ class StateBytes:
           data_size: ranks that share state.
         """
         shares = [data_size if level >= stage else 1 for stage in (1, 2, 3)]
-        gradients = self.gradient * counts.trained / shares[1]
+        gradients = self.gradients(counts, data_size) / shares[1]
         optimizer = self.optimizer * counts.trained / shares[0]
         return self.weights(counts) / shares[2] + gradients + optimizer
 
@@ -140,9 +154,11 @@ def own_state(config: Config, level: int | None = None) -> StateBytes:
     """Returns the bytes a parameter takes in our trainers; docs/memory.md has them as a table.
 
     Unsharded, variables are float32, and passes read a copy of kernels and biases in the compute
-    dtype. From level 1 on the variables are what passes read, and exact values are with the
-    optimizer, shared; at level 3 these are the weights, and what passes read is gathered. What is
-    not trained stays float32; from level 2 on its copies are made unit by unit.
+    dtype; without totals it goes as its gradient comes. From level 1 on the variables are what
+    passes read, and exact values are with the optimizer, shared; at level 3 these are the weights,
+    and what passes read is gathered. At level 1 without totals a gradient stays as it was made
+    until its bucket is summed. What is not trained stays float32; from level 2 on its copies are
+    made unit by unit.
 
     Args:
       config: of the run.
@@ -157,11 +173,17 @@ def own_state(config: Config, level: int | None = None) -> StateBytes:
     own_totals = parallel.strategy in HAVE_TOTALS
     # Of what is kept in float32 gradients are float32, too; passes of their own take narrow copies.
     made = 4 if level == 0 and not own_totals else element
-    passing = made if own_totals or parallel.microbatches > 1 or level > 1 else 0
+    totals = own_totals or parallel.microbatches > 1
+    passing = made if totals or level > 1 else 0
     if level == 0:
-        return StateBytes(4 + (element if narrow else 0), 4, slots, passing, wide_weight=4)
+        copied = 4 + element if narrow else 4
+        weight = copied if totals else 4
+        return StateBytes(weight, 4, slots, passing, wide_weight=4, frozen_weight=copied)
     if level < 3:
         exact = 4 if narrow else 0
         frozen = 4 + exact * element / 4 if level == 1 else 4
-        return StateBytes(element, 4, slots + exact, passing, 4, frozen)
+        until_summed = None if totals or level > 1 else element
+        return StateBytes(
+            element, 4, slots + exact, passing, 4, frozen, narrow_gradient=until_summed
+        )
     return StateBytes(4, 4, slots, passing)

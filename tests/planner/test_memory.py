@@ -142,8 +142,9 @@ def test_zero_never_needs_more_memory_at_a_higher_level():
     ("level", "precision", "resting"),
     [
         (0, "float32", (4, 4, 8)),
+        (0, "bfloat16", (4, 4, 8)),
         (1, "float32", (4, 4, 8 / 8)),
-        (1, "bfloat16", (2, 4, 12 / 8)),
+        (1, "bfloat16", (2, 2, 12 / 8)),
         (2, "bfloat16", (2, 4 / 8, 12 / 8)),
         (3, "float32", (4 / 8, 4 / 8, 8 / 8)),
         (3, "bfloat16", (4 / 8, 4 / 8, 8 / 8)),
@@ -151,21 +152,32 @@ def test_zero_never_needs_more_memory_at_a_higher_level():
 )
 def test_bytes_a_parameter_are_those_of_docs_memory(level, precision, resting):
     """Slopes over two depths: of a block's kernels and biases, without embeddings and norms."""
+    found = slopes(level, precision)
+    assert found == pytest.approx(resting, rel=0.002)
+
+
+@pytest.mark.parametrize(("level", "held"), [(0, (6, 8, 8)), (1, (2, 6, 12 / 8))])
+def test_totals_of_microbatches_are_wide_and_keep_narrow_weights(level, held):
+    """With them, a microbatch's own gradients are there beside what they are added to."""
+    assert slopes(level, "bfloat16", microbatches=2) == pytest.approx(held, rel=0.002)
+
+
+def slopes(level: int, precision: str, **fields) -> list[float]:
+    """Returns bytes a parameter of blocks: weights, gradients, optimizer, over 8 data ranks."""
 
     def of(layers: int) -> RankMemory:
         config = Config(model=ModelConfig(num_layers=layers, embed_dim=512))
-        fields = {"strategy": "horovod", "precision": precision}
+        run = {"strategy": "horovod", "precision": precision, "global_batch": 16, **fields}
         options = MemoryOptions(sharding_level=level)
-        return predict_memory(replace_fields(config, fields), 8, options)[0]
+        return predict_memory(replace_fields(config, run), 8, options)[0]
 
     few, many = of(8), of(16)
     count = count_parameters(ModelConfig(num_layers=8, embed_dim=512))
     count = count_parameters(ModelConfig(num_layers=16, embed_dim=512)) - count
-    found = [
+    return [
         (getattr(many, part) - getattr(few, part)) / count
         for part in ("weights", "gradients", "optimizer")
     ]
-    assert found == pytest.approx(resting, rel=0.002)
 
 
 @pytest.mark.parametrize("tuning", [{"lora_rank": 8}, {"freeze": ("embedding_layer", "*/ffn/*")}])

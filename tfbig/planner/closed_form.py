@@ -99,6 +99,7 @@ class RoughStep:
         each = block.forward + block.backward + 4 * self._sum
         each *= self._request.config.model.num_layers
         each += embedding.forward + embedding.backward + head.forward + head.backward
+        each += 2 * self._sum
         times = self._microbatches + (self._ranks - 1) / most_chunks
         return times * (each / self._ranks + self._sent)
 
@@ -110,7 +111,7 @@ class RoughStep:
         forward = block.forward + 2 * self._sum
         backward = block.backward + block.again + (4 if again else 2) * self._sum
         each, ends = forward + backward, embedding.forward + embedding.backward
-        ends += head.forward + head.backward
+        ends += head.forward + head.backward + 2 * self._sum
         # The partition evens out embedding and head, but blocks are whole.
         largest = math.ceil(layers / (ranks * chunks))
         stage = max((layers * each + ends) / ranks, chunks * largest * each)
@@ -229,6 +230,7 @@ class RoughTimes:
         mode = recompute if recompute in ("none", "attention") else "block"
         parallel = request.config.parallel
         key = (
+            parallel.strategy,
             parallel.tensor_parallel_degree,
             rows,
             shared,

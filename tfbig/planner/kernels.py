@@ -16,7 +16,7 @@ from tfbig.planner.cluster import Device
 from tfbig.planner.software import Software
 from tfbig.variables import part_of
 from trainers.activations import COMPUTE_BYTES, group_size, is_blockwise
-from trainers.state_bytes import rank_counts
+from trainers.state_bytes import HAVE_TOTALS, rank_counts
 
 # Tiles (rows, columns) of an output that a processor computes, and their speed against the
 # largest: NVIDIA, Matrix Multiplication Background User's Guide, 2023, section 3 (figure 4).
@@ -112,6 +112,7 @@ class Kernels:
         self._attention = model.num_heads * model.attention_head_dim / self._tensor
         self._wide = model.hidden_dim / self._tensor
         counts = rank_counts(model, tuple(config.optimizer.freeze), 1, (0, 1), False, False)
+        self._has_totals = software.name == "tfbig" and parallel.strategy in HAVE_TOTALS
         # Of a frozen weight there is no gradient; under adapters all kernels are frozen.
         self._trained = 0.0 if model.lora_rank else counts.trained / counts.total
 
@@ -193,6 +194,10 @@ class Kernels:
             seconds += self._stream(scores, self._traffic.dropped_scores[direction])
         return seconds * (_CAUSAL if blockwise else 1.0)
 
+    def _added(self, weights: float) -> float:
+        """Returns the seconds of adding a microbatch's float32 gradients to the step's totals."""
+        return 3 * 4 * weights / self._bandwidth if self._has_totals else 0.0
+
     def attention_flops(self) -> float:
         """Returns the FLOPs of attention's two products, the whole square, forward."""
         return 4.0 * self._rows * self._length**2 * self._attention
@@ -207,6 +212,9 @@ class Kernels:
         attend = self._attend(0)
         forward = self._linear(1) + self._elementwise(0) + attend
         backward = self._linear(2) + self._elementwise(1) + self._attend(1)
+        width = self._config.model.embed_dim
+        weights = width * (4 * self._attention + 2 * self._wide)
+        backward += self._added(self._trained * weights)
         flops = (2 + self._trained) * self.linear_flops() + 3 * self.attention_flops()
         again = 0.0
         if group_size(self._recompute):
@@ -224,7 +232,8 @@ class Kernels:
         width = self._config.model.embed_dim
         hidden = self._tokens * width
         table = part_of(self._config.model.vocab_size, self._tensor, 0)[1] * width
-        return Cost(self._stream(hidden, 4), self._stream(hidden, 4) + self._stream(table, 3))
+        backward = self._stream(hidden, 4) + self._stream(table, 3) + self._added(table)
+        return Cost(self._stream(hidden, 4), backward)
 
     def head(self) -> Cost:
         """Returns the cost of the final norm, the product with the vocabulary and the loss."""
@@ -234,5 +243,5 @@ class Kernels:
         logits = self._tokens * own / self._bandwidth
         forward = self.matmul(self._tokens, own, width) + logits * _LOGIT_BYTES[0] + norm
         backward = self.matmul(self._tokens, width, own) + self.matmul(width, own, self._tokens)
-        backward += logits * _LOGIT_BYTES[1] + 2 * norm
+        backward += logits * _LOGIT_BYTES[1] + 2 * norm + self._added(own * width)
         return Cost(forward, backward, 0.0, 6.0 * self._tokens * own * width)

@@ -26,7 +26,14 @@ import psutil
 from tfbig.durable_file import write_atomic
 from tfbig.errors import UserError
 from tfbig.planner.cluster import Device, load_constants, make_cluster
-from tfbig.planner.measure_steps import MEMORY_SHAPES, PAIR_SHAPE, SHAPES, STEPS, config_of
+from tfbig.planner.measure_steps import (
+    MEMORY_SHAPES,
+    MESH_SHAPES,
+    PAIR_SHAPE,
+    SHAPES,
+    STEPS,
+    config_of,
+)
 from tfbig.planner.memory import HOST_COPIES, MemoryOptions, Overhead, peak, predict_memory
 from tfbig.planner.question import constants_path
 from tfbig.planner.software import SOFTWARE
@@ -91,11 +98,23 @@ def measured_constants(quick: bool = False) -> dict[str, Any]:
         say("the link between two processes")
         link = _run([_horovodrun(), "-np", "2", sys.executable, "-m", _LINK])[0]
         say("memory of two processes")
-        shape = {**PAIR_SHAPE, "fields": {**PAIR_SHAPE["fields"], "strategy": "horovod"}}
-        ranks = run_shapes([shape], max(1, cores // 2), 2, steps=2)
-        seen = max(rank["steps"][0]["peak_bytes"] for rank in ranks)
-        overhead = with_communicator(overhead, shape, seen)
+        threads = max(1, cores // 2)
+        shape = _with_fields(PAIR_SHAPE, strategy="horovod")
+        overhead = with_communicator(overhead, shape, _peak_of_two(shape, threads))
+        mesh = {"strategy": "pipeline", "tensor_parallel_degree": 2}
+        meshes = [_with_fields(one, **mesh) for one in MESH_SHAPES]
+        overhead = with_passes(overhead, [(one, _peak_of_two(one, threads)) for one in meshes])
     return constants_of(measured, overhead, link, psutil.virtual_memory().total)
+
+
+def _with_fields(shape: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return {**shape, "fields": {**shape["fields"], **fields}}
+
+
+def _peak_of_two(shape: Mapping[str, Any], threads: int) -> float:
+    """Returns the peak bytes of the fuller of two processes that train a shape together."""
+    ranks = run_shapes([shape], threads, 2, steps=2)
+    return max(rank["steps"][0]["peak_bytes"] for rank in ranks)
 
 
 def run_copies(
@@ -218,6 +237,7 @@ def constants_of(
                 "communicator_bytes": overhead.communicator,
                 "allocator_fraction": overhead.allocator,
                 "transport_copies": overhead.copies,
+                "passes_bytes": overhead.passes,
             },
             "source": f"measured {when} on {platform.processor() or platform.machine()}",
         }
@@ -355,3 +375,17 @@ def with_communicator(overhead: Overhead, shape: Mapping[str, Any], peak_bytes: 
     groups = 2  # the world and the data axis
     each = (peak_bytes - predicted) / groups / (1 + overhead.allocator)
     return dataclasses.replace(overhead, communicator=max(0.0, each))
+
+
+def with_passes(overhead: Overhead, seen: Sequence[tuple[Mapping[str, Any], float]]) -> Overhead:
+    """Returns the overhead with what passes as functions of their own take: the mean of shapes.
+
+    Args:
+      overhead: with a communicator's bytes.
+      seen: shapes that two processes trained as a tensor group, with the peak bytes of either.
+    """
+    more = [
+        peak_bytes - peak(predict_memory(config_of(shape, 1), 1, overhead=overhead)).total
+        for shape, peak_bytes in seen
+    ]
+    return dataclasses.replace(overhead, passes=max(0.0, statistics.fmean(more)))

@@ -54,6 +54,8 @@ MEMORY_SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
 )
 # Of two processes: their memory beyond a lone one's is communication's own.
 PAIR_SHAPE = MEMORY_SHAPES[0]
+# Of the same two: what passes as functions of their own take beyond, with little to hold and much.
+MESH_SHAPES = (MEMORY_SHAPES[0], MEMORY_SHAPES[2])
 STEPS = 5
 PRECISIONS = ("float32", "bfloat16")
 

@@ -46,6 +46,7 @@ class Overhead:
       buffers: bytes of buckets that are allocated whatever the model.
       copies: that Horovod and its transport make of a bucket on its way: HOST_COPIES between hosts'
         memories, none between GPUs, whose NCCL has buffers of its own.
+      passes: more bytes of a process whose passes are functions of their own (HAVE_TOTALS).
     """
 
     context: float = 0.0
@@ -53,6 +54,7 @@ class Overhead:
     allocator: float = 0.0
     buffers: float = 0.0
     copies: float = 0.0
+    passes: float = 0.0
 
 
 # Of Horovod's fusion buffer and Gloo's (docs/memory.md measured them).
@@ -196,7 +198,13 @@ class Accounting:
         passes, waiting = self.pass_parts(held, entered, is_last)
         tensors = state | passes
         tensors["workspace"] += self.overhead.allocator * sum(tensors.values())
-        return RankMemory(context=self.overhead.context, host=kept + waiting, **tensors)
+        return RankMemory(context=self.context, host=kept + waiting, **tensors)
+
+    @property
+    def context(self) -> float:
+        """Bytes of the process itself."""
+        has_passes = self.config.parallel.strategy in HAVE_TOTALS
+        return self.overhead.context + (self.overhead.passes if has_passes else 0.0)
 
     def state_parts(self, counts: Counts, is_end: bool) -> tuple[dict[str, float], float]:
         """Returns what does not depend on the microbatches in flight, and the host's bytes.
@@ -210,7 +218,8 @@ class Accounting:
         weights = state.weights(counts) / shares[2]
         optimizer = state.optimizer * counts.trained / shares[0]
         unit = self._unit(is_end, counts) if level >= 2 else counts
-        gradients = state.gradient * counts.trained / shares[1] + state.passing * unit.trained
+        gradients = state.gradients(counts, self.data) / shares[1]
+        gradients += state.passing * unit.trained
         host = 0.0
         if options.offload_optimizer_state:
             host, optimizer = optimizer, 0.0

@@ -74,7 +74,7 @@ class RoughMemory:
         )
         if key not in self._states:
             account, found = self._account(request), []
-            slack, context = account.overhead.allocator, account.overhead.context
+            slack, context = account.overhead.allocator, account.context
             for counts in end_counts(config):
                 parts, host = account.state_parts(counts, True)
                 found.append(Need(sum(parts.values()) * (1 + slack) + context, host))

@@ -95,6 +95,7 @@ class Software:
             own["allocator_fraction"],
             self.fixed_buffers + self.communicators * communicator,
             own.get("transport_copies", 0.0),
+            own.get("passes_bytes", 0.0),
         )
 
 

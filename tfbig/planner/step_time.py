@@ -204,9 +204,10 @@ class StepModel:
             ahead = sum(n * cost.forward for n, cost in parts)
             back = sum(n * cost.backward for n, cost in parts)
             repeated = sum(n * cost.again for n, cost in parts)
-            comm_forward = blocks * self._tensor_forward
-            comm_backward = blocks * self._tensor_backward
-            comm_again = comm_forward if repeats else 0.0
+            # Half a block's: of what the embedding looks up, and of the head's input's gradient.
+            comm_forward = (blocks + (0.5 if index == 0 else 0.0)) * self._tensor_forward
+            comm_backward = (blocks + (0.5 if index == last else 0.0)) * self._tensor_backward
+            comm_again = blocks * self._tensor_forward if repeats else 0.0
             gathered = [blocks * seconds for seconds in self._gathers]
             exposed = self._exposed_gathers(
                 gathered, ahead + comm_forward, back + repeated + comm_backward
