@@ -229,8 +229,10 @@ class RoughTimes:
         # A group's blocks are made again one by one, as single ones are.
         mode = recompute if recompute in ("none", "attention") else "block"
         parallel = request.config.parallel
+        count = request.config.run.global_batch // (rows * request.data_size)
         key = (
             parallel.strategy,
+            count > 1,
             parallel.tensor_parallel_degree,
             rows,
             shared,
@@ -239,7 +241,8 @@ class RoughTimes:
             parallel.precision,
         )
         if key not in self._costs:
-            config = request.with_parallel(sequence_parallel=shared).config
+            cut = request.with_parallel(sequence_parallel=shared, microbatches=count)
+            config = cut.config
             kernels = Kernels(config, rows, request.cluster.device, request.software, mode)
             self._costs[key] = (kernels.block(), kernels.embedding(), kernels.head())
         return self._costs[key]

@@ -112,7 +112,10 @@ class Kernels:
         self._attention = model.num_heads * model.attention_head_dim / self._tensor
         self._wide = model.hidden_dim / self._tensor
         counts = rank_counts(model, tuple(config.optimizer.freeze), 1, (0, 1), False, False)
-        self._has_totals = software.name == "tfbig" and parallel.strategy in HAVE_TOTALS
+        own = software.name == "tfbig"
+        self._in_place = parallel.strategy in HAVE_TOTALS
+        self._has_totals = own and (self._in_place or parallel.microbatches > 1)
+        self._on_host = own and not device.units
         # Of a frozen weight there is no gradient; under adapters all kernels are frozen.
         self._trained = 0.0 if model.lora_rank else counts.trained / counts.total
 
@@ -194,9 +197,19 @@ class Kernels:
             seconds += self._stream(scores, self._traffic.dropped_scores[direction])
         return seconds * (_CAUSAL if blockwise else 1.0)
 
-    def _added(self, weights: float) -> float:
-        """Returns the seconds of adding a microbatch's float32 gradients to the step's totals."""
-        return 3 * 4 * weights / self._bandwidth if self._has_totals else 0.0
+    def _gradient(self, weights: float) -> float:
+        """Returns the seconds that weights' float32 gradients take beyond their products.
+
+        A microbatch's are added to the step's totals, in place or into new ones. In a host's memory
+        all gradients of a pass lie where nothing lay before, as glibc gives back what was freed:
+        each page is cleared first, as in the streaming that was measured (read and written).
+        """
+        once = 4 * weights
+        seconds = 3 * once / self._bandwidth if self._has_totals else 0.0
+        if self._on_host:
+            new = 2 if self._has_totals and not self._in_place else 1
+            seconds += new * 2 * once / self._device.memory_bandwidth
+        return seconds
 
     def attention_flops(self) -> float:
         """Returns the FLOPs of attention's two products, the whole square, forward."""
@@ -214,7 +227,7 @@ class Kernels:
         backward = self._linear(2) + self._elementwise(1) + self._attend(1)
         width = self._config.model.embed_dim
         weights = width * (4 * self._attention + 2 * self._wide)
-        backward += self._added(self._trained * weights)
+        backward += self._gradient(self._trained * weights)
         flops = (2 + self._trained) * self.linear_flops() + 3 * self.attention_flops()
         again = 0.0
         if group_size(self._recompute):
@@ -232,7 +245,7 @@ class Kernels:
         width = self._config.model.embed_dim
         hidden = self._tokens * width
         table = part_of(self._config.model.vocab_size, self._tensor, 0)[1] * width
-        backward = self._stream(hidden, 4) + self._stream(table, 3) + self._added(table)
+        backward = self._stream(hidden, 4) + self._stream(table, 3) + self._gradient(table)
         return Cost(self._stream(hidden, 4), backward)
 
     def head(self) -> Cost:
@@ -243,5 +256,5 @@ class Kernels:
         logits = self._tokens * own / self._bandwidth
         forward = self.matmul(self._tokens, own, width) + logits * _LOGIT_BYTES[0] + norm
         backward = self.matmul(self._tokens, width, own) + self.matmul(width, own, self._tokens)
-        backward += logits * _LOGIT_BYTES[1] + 2 * norm + self._added(own * width)
+        backward += logits * _LOGIT_BYTES[1] + 2 * norm + self._gradient(own * width)
         return Cost(forward, backward, 0.0, 6.0 * self._tokens * own * width)

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Shapes that weigh products, streaming and the fixed time of operations differently.
+# Shapes that weigh products, streaming and the fixed time of operations differently; the last two
+# have many weights and few tokens, as microbatches do.
 SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
     {
         "model": {
@@ -35,10 +36,13 @@ SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
         (256, 1, 4, 128, 4096, 8),
         (128, 4, 4, 256, 512, 2),
         (512, 2, 8, 128, 1024, 8),
+        (384, 3, 6, 64, 8192, 4),
+        (640, 2, 8, 96, 4096, 2),
     )
 )
 # One a process: what a process holds besides tensors grows with each model it has built. Little to
-# compute: a small model, one of much state, one of many activations.
+# compute: one of a few hundred megabytes, one of much state, one of many activations. A smaller model
+# would hide what glibc keeps back, some 100 MB, which hardly grows from there on.
 MEMORY_SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
     {
         "model": {
@@ -50,7 +54,7 @@ MEMORY_SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
         },
         "fields": {"sequence_length": length, "global_batch": rows},
     }
-    for width, layers, length, rows in ((128, 2, 64, 2), (1024, 2, 64, 1), (128, 4, 512, 8))
+    for width, layers, length, rows in ((192, 3, 384, 4), (1024, 2, 64, 1), (128, 4, 512, 8))
 )
 # Of two processes: their memory beyond a lone one's is communication's own.
 PAIR_SHAPE = MEMORY_SHAPES[0]
