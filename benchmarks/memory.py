@@ -82,7 +82,7 @@ def report_state(name: str, ranks: int, quick: bool) -> None:
     # Of the same depth, as what a rank has of a few blocks at a time is a share of it.
     each = large["peak"] / large["parameters"]
     layers = depths[1]
-    fits = 0.98 * (LIMIT - large["before"]) / each
+    fits = 0.95 * (LIMIT - large["before"]) / each
     saw = measure(state_fields(option, widest(option, layers, ranks, fits), layers, ranks), ranks)
     total = (saw["before"] + saw["peak"]) / 2**30
     print(

@@ -57,9 +57,10 @@ def expected(config: Config, data_size: int, place: int) -> float:
     blocks = (layers * place, layers * (place + 1))
     counts = stage_counts(config, blocks, place == 0, place == ranks - 1)
     total = rank.weights + rank.optimizer
-    copied = parallel.strategy == "pipeline" and parallel.sharding_level == 0
-    if copied and parallel.precision != "float32":
-        total -= 2 * counts.narrow  # copies in the compute dtype are tensors, not variables
+    if parallel.sharding_level == 0 and parallel.precision != "float32":
+        # Copies in the compute dtype are tensors, not variables; only a mesh keeps trained ones'.
+        total -= 2 * counts.frozen_narrow
+        total -= 2 * counts.narrow if parallel.strategy == "pipeline" else 0
     if parallel.strategy == "pipeline" and parallel.sharding_level < 2:
         total += state.gradient * counts.trained
     return total

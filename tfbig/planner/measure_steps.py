@@ -41,8 +41,8 @@ SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
     )
 )
 # One a process: what a process holds besides tensors grows with each model it has built. Little to
-# compute: one of a few hundred megabytes, one of much state, one of many activations. A smaller model
-# would hide what glibc keeps back, some 100 MB, which hardly grows from there on.
+# compute: one of a few hundred megabytes, one of much state, one of many activations. A smaller
+# model would hide what glibc keeps back, some 100 MB, which hardly grows from there on.
 MEMORY_SHAPES: tuple[dict[str, dict[str, int]], ...] = tuple(
     {
         "model": {
