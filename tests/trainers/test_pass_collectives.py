@@ -64,6 +64,21 @@ def test_no_tensor_holds_whole_logits():
     assert vocab_size in whole, "one device's are whole"
 
 
+def test_a_tensor_group_keeps_no_more_hidden_states_than_one_device():
+    """Each norm's input and its scaled result; not what sums over the group were made of.
+
+    The last norm's result enters the head, which has it flat on one device.
+    """
+    config = make_config({"fields": {}, "model": {"num_layers": LAYERS}})
+    norms = 2 * LAYERS + 1
+
+    def kept(split: TensorSplit) -> int:
+        outputs = graphs_of("none", split)[0].outputs
+        return sum(x.shape.rank == 3 and x.shape[-1] == config.model.embed_dim for x in outputs)
+
+    assert (kept(HALF), kept(WHOLE)) == (2 * norms, 2 * norms - 1)
+
+
 @functools.cache
 def count(mode: str) -> tuple[int, int]:
     """Returns the all-reduces of the forward and of the backward pass."""
