@@ -71,6 +71,8 @@ def state_fields(option: Option, width: int, layers: int, ranks: int) -> dict:
 def report_state(name: str, ranks: int, quick: bool) -> None:
     """Prints bytes a parameter of an option against its formula, and trains what fits 4 GiB."""
     option, depths, width = OPTIONS[name], (2, 4), 1536 if quick else 2048
+    if "ZeRO-2" in name or "ZeRO-3" in name:
+        depths = (4, 8)  # of fewer blocks those that are under way at a time are a growing share
     small, large = (measure(state_fields(option, width, depth, ranks), ranks) for depth in depths)
     for field, (whole, shared) in (("resting", option.resting), ("peak", option.peak)):
         formula = whole + shared / ranks

@@ -175,10 +175,11 @@ class ShardedOptimizer:
         """
         assigned: list[list[tf.Operation]] = [[], []]
         for index in range(len(self.buckets)):
-            # Two buckets at a time: all of them gathered at once would be the step's peak.
+            # Two buckets at a time: all of them gathered at once, or all gradients scaled, would be
+            # the step's peak.
             with tf.control_dependencies(assigned[-2]):
-                weights = tf.identity(self._weights(index))
-            new = self._rule.updated(index, weights, gradients[index], learning_rate, decision)
+                weights, gradient = tf.identity(self._weights(index)), tf.identity(gradients[index])
+            new = self._rule.updated(index, weights, gradient, learning_rate, decision)
             assigned.append([])
             if self._exact:
                 assigned[-1].append(self._exact[index].assign(new, read_value=False))
