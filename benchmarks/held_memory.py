@@ -8,10 +8,12 @@ makes once: what an earlier model left behind would be reused, and missing from 
 import gc
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tfbig.planner.measure_steps import make_batch, reset_peak, resident
 
 ROOT = Path(__file__).parents[1]
 HANDS_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -31,15 +33,11 @@ class Held:
         gc.collect()
         if self._on_gpu:
             return self._config.get_memory_info("GPU:0")["current"]
-        return _status_bytes("VmRSS")
+        return resident("VmRSS")
 
     def peak(self) -> int:
         """Returns the most bytes held since `reset`."""
-        return (
-            self._config.get_memory_info("GPU:0")["peak"]
-            if self._on_gpu
-            else _status_bytes("VmHWM")
-        )
+        return self._config.get_memory_info("GPU:0")["peak"] if self._on_gpu else resident()
 
     def reset(self) -> None:
         """Sets the peak to what is held now."""
@@ -47,12 +45,7 @@ class Held:
         if self._on_gpu:
             self._config.reset_memory_stats("GPU:0")
         else:
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status_bytes(field: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) * 1024
+            reset_peak()
 
 
 def train(fields: dict) -> dict:
@@ -65,7 +58,6 @@ def train(fields: dict) -> dict:
       parameters; before: bytes held before the trainer was made; resting and peak: beyond those.
     """
     import trainers
-    from benchmarks.random_batch import make_batch
     from tfbig.config import Config, count_parameters, replace_fields
 
     config = replace_fields(Config(), fields)
@@ -73,8 +65,7 @@ def train(fields: dict) -> dict:
     before = held.now()
     trainer = trainers.trainer_class(config.parallel.strategy)(config)
     trainer.build()
-    rows = config.run.global_batch // trainer.data_size
-    batch = make_batch(rows, config.data.sequence_length, config.model.vocab_size)
+    batch = make_batch(config, config.run.global_batch // trainer.data_size)
     trainer.train_step(batch, 0, 1e-3, 0.0, 0).loss_sum.numpy()  # traces
     resting = held.now()
     held.reset()

@@ -44,8 +44,8 @@ def timed(trainer, batch: dict, step: int) -> float:
 
 def measure_two_stages(quick: bool) -> None:
     """Times two stages and, on rank 0, one core alone; prints the medians as JSON."""
-    from benchmarks.random_batch import make_batch
     from tfbig.config import Config, replace_fields
+    from tfbig.planner.measure_steps import make_batch
     from trainers.pipeline import PipelineTrainer
     from trainers.single import SingleTrainer
 
@@ -63,7 +63,7 @@ def measure_two_stages(quick: bool) -> None:
             **shape,
         }
         base = replace_fields(Config(), fields)
-        batch = make_batch(rows * microbatches, length, base.model.vocab_size)
+        batch = make_batch(base, rows * microbatches)
         degree = {"strategy": "pipeline", "pipeline_parallel_degree": 2, "memory_weight": 0.0}
         pipeline = PipelineTrainer(replace_fields(base, degree))
         pipeline.build()

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.random_batch import make_batch
 from benchmarks.synthetic_run import SyntheticRun
+from tfbig.planner.measure_steps import make_batch
 
 _BLOCK = 3  # steps with, then as many without: the machine drifts less between
 # Step times of a virtual machine vary by 8% from one step to the next, its own work not being all
@@ -35,7 +35,7 @@ def make_step() -> Callable[[int], Any]:
     config = replace_fields(presets.preset("gpt_tiny"), {"num_threads": 1})
     trainer = trainer_class("single")(config)
     trainer.build(True, 1, config.model.vocab_size)
-    batch = make_batch(config.run.global_batch, config.data.sequence_length, vocab_size=100)
+    batch = make_batch(config, config.run.global_batch)
 
     def step(number: int) -> StepSpans:
         start, begin = time.perf_counter(), time.time()

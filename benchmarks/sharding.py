@@ -60,16 +60,16 @@ def worker(quick: bool) -> None:
     quiet_tensorflow()
     import tensorflow as tf
 
-    from benchmarks.random_batch import make_batch
+    from tfbig.planner.measure_steps import make_batch
     from tfbig.train import config_from
     from trainers.by_sharding import horovod_trainer
 
     gpu = bool(tf.config.list_physical_devices("GPU")) and not quick
     shape = SHAPES["quick" if quick else "gpu" if gpu else "full"]
-    length, rows, rounds = shape["max_length"], 4 if quick else 8, 3 if quick else 15
-    batch = make_batch(rows, length, vocab_size=4096)
+    rows, rounds = (4, 3) if quick else (8, 15)
     base = {"strategy": "horovod", "num_heads": 4, "attention": "plain", "num_threads": 1, **shape}
-    base["global_batch"] = rows * RANKS
+    base |= {"global_batch": rows * RANKS, "sequence_length": shape["max_length"]}
+    batch = make_batch(config_from(base), rows)
     made = {"plain": horovod_trainer(config_from(base))}
     for name, (fields, _, _) in CASES.items():
         made[name] = horovod_trainer(config_from({**base, **fields}))
@@ -87,7 +87,9 @@ def worker(quick: bool) -> None:
     if first.rank == 0:
         result = {name: statistics.median(own) for name, own in seconds.items()}
         if gpu:
-            result["copies"] = copy_seconds(shape["num_layers"], (rows, length, shape["embed_dim"]))
+            result["copies"] = copy_seconds(
+                shape["num_layers"], (rows, shape["max_length"], shape["embed_dim"])
+            )
         print("result " + json.dumps(result), flush=True)
     first.barrier(600)
     first.close()

@@ -8,6 +8,7 @@ import pytest
 
 from tfbig.errors import UserError
 from tfbig.planner.cluster import Device
+from tfbig.planner.kernels import Kernels
 from tfbig.planner.layout import make_plan
 from tfbig.planner.measure import (
     ShapeModel,
@@ -17,15 +18,17 @@ from tfbig.planner.measure import (
     fit_overhead,
     least_squares,
     together_of,
+    with_passes,
 )
-from tfbig.planner.measure_steps import SHAPES, config_of
-from tfbig.planner.memory import peak, predict_memory
+from tfbig.planner.measure_steps import MESH_SHAPES, SHAPES, config_of
+from tfbig.planner.memory import Overhead, peak, predict_memory
 from tfbig.planner.question import constants_path, request_of
+from tfbig.planner.software import SOFTWARE
 
 
-def machine(matmul: float, bandwidth: float, kernel: float) -> dict:
-    """Returns what a machine with these constants would print."""
-    device = Device(
+def machine_device(matmul: float, bandwidth: float, kernel: float) -> Device:
+    """Returns a host with these constants."""
+    return Device(
         name="here",
         peak={"float32": 50e9},
         memory_bytes=1e9,
@@ -38,6 +41,11 @@ def machine(matmul: float, bandwidth: float, kernel: float) -> dict:
         flash={"flash": matmul},
         kernel_seconds=kernel,
     )
+
+
+def machine(matmul: float, bandwidth: float, kernel: float) -> dict:
+    """Returns what a machine with these constants would print."""
+    device = machine_device(matmul, bandwidth, kernel)
     rows = []
     for shape in SHAPES:
         tensors = peak(predict_memory(config_of(shape, 1), 1)).total
@@ -62,6 +70,40 @@ def test_the_fit_of_memory_finds_the_process_and_the_slack():
     overhead = fit_overhead(machine(0.8, 0.5, 1e-5)["steps"])
     assert overhead.context == pytest.approx(0.45e9, rel=1e-6)
     assert overhead.allocator == pytest.approx(0.3, rel=1e-6)
+
+
+def test_what_passes_take_is_of_those_that_are_functions_of_their_own():
+    def mesh(shape: dict) -> dict:
+        return {**shape, "fields": {**shape["fields"], "strategy": "pipeline"}}
+
+    def need(shape: dict, overhead: Overhead) -> float:
+        return peak(predict_memory(config_of(shape, 1), 1, overhead=overhead)).total
+
+    plain = Overhead(context=5e8)
+    seen = [
+        (mesh(s), need(mesh(s), plain) + m) for s, m in zip(MESH_SHAPES, (1e8, 3e8), strict=True)
+    ]
+    found = with_passes(plain, seen)
+    assert found.passes == pytest.approx(2e8)
+    for shape, more in ((mesh(SHAPES[0]), 2e8), (SHAPES[0], 0.0)):
+        assert need(shape, found) - need(shape, plain) == pytest.approx(more, abs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "copies"),
+    [({"strategy": "pipeline"}, 0), ({"microbatches": 2}, 1), ({}, None)],
+)
+def test_gradients_are_added_to_totals_where_there_are_some(fields, copies):
+    """Read twice and written; where not in place, a host's memory clears as many pages more."""
+    device = machine_device(0.8, 0.5, 1e-5)
+
+    def backward(values: dict) -> float:
+        config = config_of({**SHAPES[0], "fields": SHAPES[0]["fields"] | values}, 1)
+        return Kernels(config, 2, device, SOFTWARE["tfbig"], "none").block().backward
+
+    size = 4 * 12 * 128**2
+    added = 0.0 if copies is None else 3 * size / (10e9 * 0.5) + copies * 2 * size / 10e9
+    assert backward(fields) - backward({}) == pytest.approx(added, rel=1e-6)
 
 
 def test_least_squares_finds_a_minimum_in_a_valley():

@@ -217,17 +217,18 @@ class Kernels:
 
     def linear_flops(self) -> float:
         """Returns the FLOPs of a block's products with weights, forward."""
-        width = self._config.model.embed_dim
-        return 2.0 * self._tokens * width * (4 * self._attention + 2 * self._wide)
+        return 2.0 * self._tokens * self._weights()
+
+    def _weights(self) -> float:
+        """Returns the elements of a block's four products' weights."""
+        return self._config.model.embed_dim * (4 * self._attention + 2 * self._wide)
 
     def block(self) -> Cost:
         """Returns the cost of one block."""
         attend = self._attend(0)
         forward = self._linear(1) + self._elementwise(0) + attend
         backward = self._linear(2) + self._elementwise(1) + self._attend(1)
-        width = self._config.model.embed_dim
-        weights = width * (4 * self._attention + 2 * self._wide)
-        backward += self._gradient(self._trained * weights)
+        backward += self._gradient(self._trained * self._weights())
         flops = (2 + self._trained) * self.linear_flops() + 3 * self.attention_flops()
         again = 0.0
         if group_size(self._recompute):
